@@ -1,0 +1,304 @@
+// The CPU key: from tensors to rows, dtype dispatch, threads over rows.
+#include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "../checks.h"
+#include "../fusednorm.h"
+#include "../ops.h"
+#include "kernels/row_kernels.h"
+
+namespace fusednorm {
+namespace {
+
+const cpu::KernelTable& kernels() {
+  static const cpu::KernelTable& table = cpu::kernel_table(at::get_cpu_capability().c_str());
+  return table;
+}
+
+DType dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    default:
+      return DType::kFloat16;  // checks.h lets no other pass
+  }
+}
+
+// ---- Rows -----------------------------------------------------------------------------------------------
+
+struct Sizes {
+  int64_t rows, cols, leading_dims;
+};
+
+Sizes sizes_of(const Tensor& input, size_t normalized_dims) {
+  Sizes sizes{1, 1, input.dim() - static_cast<int64_t>(normalized_dims)};
+  for (int64_t d = 0; d < input.dim(); ++d) {
+    (d < sizes.leading_dims ? sizes.rows : sizes.cols) *= input.size(d);
+  }
+  return sizes;
+}
+
+bool rows_are_contiguous(const Tensor& tensor, int64_t leading_dims) {
+  int64_t expected = 1;
+  for (int64_t d = tensor.dim() - 1; d >= leading_dims; --d) {
+    if (tensor.size(d) == 1) continue;
+    if (tensor.stride(d) != expected) return false;
+    expected *= tensor.size(d);
+  }
+  return true;
+}
+
+/// The leading dimensions, collapsed where their strides allow; false if more than three remain.
+bool collapse(const Tensor& tensor, int64_t leading_dims, cpu::RowLayout* layout) {
+  int dims = 0;
+  for (int64_t d = 0; d < leading_dims; ++d) {
+    const int64_t size = tensor.size(d), stride = tensor.stride(d);
+    if (size == 1) continue;
+    if (dims > 0 && layout->strides[dims - 1] == size * stride) {
+      layout->sizes[dims - 1] *= size;
+      layout->strides[dims - 1] = stride;
+    } else if (dims == cpu::kMaxRowDims) {
+      return false;
+    } else {
+      layout->sizes[dims] = size;
+      layout->strides[dims++] = stride;
+    }
+  }
+  layout->dims = dims == 0 ? 1 : dims;
+  return true;
+}
+
+/// A tensor's rows, read where they lie if they can be, else from one copy. Along expanded leading
+/// dimensions the copy has one row only.
+struct Rows {
+  Tensor tensor;
+  cpu::RowLayout layout;
+
+  Rows(const Tensor& source, const Sizes& sizes) : tensor(source) {
+    if (!rows_are_contiguous(tensor, sizes.leading_dims)) {
+      Tensor distinct = tensor;
+      for (int64_t d = 0; d < sizes.leading_dims; ++d) {
+        if (distinct.size(d) > 1 && distinct.stride(d) == 0) distinct = distinct.narrow(d, 0, 1);
+      }
+      tensor = distinct.contiguous().expand(source.sizes());
+    }
+    if (!collapse(tensor, sizes.leading_dims, &layout)) {
+      tensor = tensor.contiguous();
+      collapse(tensor, sizes.leading_dims, &layout);
+    }
+    layout.data = tensor.const_data_ptr();
+  }
+};
+
+Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return Tensor(at::detail::empty_cpu(sizes, dtype));
+}
+
+/// A weight or bias in the accumulation type with `offset` added: itself where that changes nothing.
+struct Affine {
+  Tensor holder;
+  const void* data = nullptr;
+
+  Affine(const OptionalTensor& parameter, double offset, at::ScalarType acc_dtype) {
+    if (!parameter.has_value() || !parameter->defined()) return;
+    holder = parameter->contiguous();
+    if (holder.scalar_type() != acc_dtype || offset != 0) {
+      const Tensor source = holder;
+      holder = empty(source.sizes(), acc_dtype);
+      kernels().convert[acc_dtype == at::kDouble ? 0 : 1](dtype_of(source.scalar_type()),
+                                                          source.const_data_ptr(), offset,
+                                                          holder.data_ptr(), source.numel());
+    }
+    data = holder.const_data_ptr();
+  }
+
+  void fill_with_ones(const Sizes& sizes, at::ScalarType acc_dtype) {
+    holder = at::ones({sizes.cols}, at::TensorOptions().dtype(acc_dtype));
+    data = holder.const_data_ptr();
+  }
+};
+
+// A thread is worth waking (0.65 us) for about this much of a row's traffic.
+constexpr int64_t kGrainBytes = 64 * 1024;
+
+template <class Body>
+void parallel_rows(const Sizes& sizes, int64_t element_size, const Body& body) {
+  const int64_t row_bytes = std::max<int64_t>(1, sizes.cols * element_size);
+  at::parallel_for(0, sizes.rows, std::max<int64_t>(1, kGrainBytes / row_bytes), body);
+}
+
+// ---- Forward --------------------------------------------------------------------------------------------
+
+DType rounding_of(const Norm& norm, const Tensor& input) {
+  return norm.llama() ? dtype_of(input.scalar_type()) : DType::kFloat64;
+}
+
+void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& output,
+                  const Tensor& mean, const Tensor& rstd) {
+  const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
+  const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
+  // A wider output is that of the input widened first: the kernel sees one dtype.
+  const Rows rows(in.input.scalar_type() == output.scalar_type()
+                      ? in.input
+                      : in.input.to(output.scalar_type()),
+                  sizes);
+  Affine weight(in.weight, norm.weight_offset, acc_dtype);
+  const Affine bias(in.bias, 0, acc_dtype);
+  if (bias.data != nullptr && weight.data == nullptr) weight.fill_with_ones(sizes, acc_dtype);
+
+  cpu::ForwardArgs args;
+  args.input = rows.layout;
+  args.output = output.data_ptr();
+  args.mean = mean.defined() ? mean.data_ptr() : nullptr;
+  args.rstd = rstd.defined() ? rstd.data_ptr() : nullptr;
+  args.weight = weight.data;
+  args.bias = bias.data;
+  args.cols = sizes.cols;
+  args.params = norm.params(acc_dtype);
+  args.round_x_hat = rounding_of(norm, in.input);
+  const int dtype = static_cast<int>(dtype_of(output.scalar_type()));
+  const auto kernel = norm.centered ? kernels().layer_norm_forward[dtype]
+                                    : kernels().rms_norm_forward[dtype];
+  if (sizes.cols == 0) {  // statistics of nothing: 0/0
+    for (const Tensor& statistic : {mean, rstd}) {
+      if (statistic.defined()) statistic.fill_(std::numeric_limits<double>::quiet_NaN());
+    }
+    return;
+  }
+  parallel_rows(sizes, output.element_size(),
+                [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+// ---- Backward -------------------------------------------------------------------------------------------
+
+// grad_weight and grad_bias are summed over chunks of rows, then over the chunks. A chunk is a
+// function of the shape alone, so the bits do not depend on the number of threads. At most 64 chunks
+// while they have up to 1024 rows; 1024, so that fp32 sums stay short; at least 16, so that the partial
+// sums stay a small part of the traffic.
+int64_t rows_per_chunk(const Sizes& sizes) {
+  const int64_t for_64 = (sizes.rows + 63) / 64;
+  return std::min<int64_t>(1024, std::max<int64_t>(for_64, sizes.rows < 128 ? 8 : 16));
+}
+
+ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
+  // Beside a wider grad_output (an fp32 output of a 16-bit input) the input is widened to it.
+  const auto dtype = in.grad_output.scalar_type();
+  const auto acc_dtype = accumulation_dtype(dtype);
+  const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
+  const Rows grad_output(in.grad_output, sizes);
+  const Rows input(in.input.scalar_type() == dtype ? in.input : in.input.to(dtype), sizes);
+  const Tensor mean = in.mean.defined() ? in.mean.contiguous() : Tensor();
+  const Tensor rstd = in.rstd.contiguous();
+  Affine weight(in.weight, norm.weight_offset, acc_dtype);
+  if (weight.data == nullptr) weight.fill_with_ones(sizes, acc_dtype);
+
+  const auto shape = C10_AS_INTARRAYREF_SLOW(in.normalized_shape);
+  Tensor grad_input, grad_parameters[2];
+  if (in.output_mask[0]) grad_input = empty(in.input.sizes(), dtype);
+  if (in.output_mask[1]) grad_parameters[0] = empty(shape, checks::grad_weight_dtype(in));
+  if (in.output_mask[2]) grad_parameters[1] = empty(shape, checks::grad_bias_dtype(in));
+
+  cpu::BackwardArgs args;
+  args.grad_output = grad_output.layout;
+  args.input = input.layout;
+  args.mean = mean.defined() ? mean.const_data_ptr() : nullptr;
+  args.rstd = rstd.const_data_ptr();
+  args.weight = weight.data;
+  args.grad_input = grad_input.defined() ? grad_input.data_ptr() : nullptr;
+  args.cols = sizes.cols;
+  args.params = norm.params(acc_dtype);
+  const int kernel_dtype = static_cast<int>(dtype_of(dtype));
+  const auto kernel = norm.centered ? kernels().layer_norm_backward[kernel_dtype]
+                                    : kernels().rms_norm_backward[kernel_dtype];
+  args.round_x_hat = rounding_of(norm, in.input);
+
+  const int64_t parameters = in.output_mask[1] + in.output_mask[2];
+  if (sizes.cols == 0) return {grad_input, grad_parameters[0], grad_parameters[1]};
+  if (parameters == 0) {
+    if (in.output_mask[0]) {
+      parallel_rows(sizes, grad_input.element_size(), [&](int64_t begin, int64_t end) {
+        kernel(args, begin, end, nullptr, nullptr);
+      });
+    }
+    return {grad_input, Tensor(), Tensor()};
+  }
+
+  const int64_t chunk = rows_per_chunk(sizes), chunks = (sizes.rows + chunk - 1) / chunk;
+  const Tensor partials = empty({chunks, parameters, sizes.cols}, acc_dtype);
+  const int64_t partial_bytes = sizes.cols * partials.element_size();
+  char* const first = static_cast<char*>(partials.data_ptr());
+  const int64_t chunk_bytes = chunk * sizes.cols * in.input.element_size();
+  at::parallel_for(
+      0, chunks, std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, chunk_bytes)),
+      [&](int64_t begin, int64_t end) {
+        for (int64_t c = begin; c < end; ++c) {
+          char* const partial = first + c * parameters * partial_bytes;
+          std::memset(partial, 0, static_cast<size_t>(parameters * partial_bytes));
+          kernel(args, c * chunk, std::min(sizes.rows, (c + 1) * chunk),
+                 in.output_mask[1] ? partial : nullptr,
+                 in.output_mask[2] ? partial + in.output_mask[1] * partial_bytes : nullptr);
+        }
+      });
+  const auto reduce = kernels().reduce[acc_dtype == at::kDouble ? 0 : 1];
+  constexpr int64_t kStrip = 64;  // columns
+  const int64_t strips = (sizes.cols + kStrip - 1) / kStrip;
+  const int64_t strip_bytes = kStrip * parameters * std::max<int64_t>(1, chunks) * 4;
+  at::parallel_for(
+      0, strips, std::max<int64_t>(1, kGrainBytes / strip_bytes), [&](int64_t begin, int64_t end) {
+        int64_t slot = 0;
+        for (const Tensor& gradient : grad_parameters) {
+          if (!gradient.defined()) continue;
+          reduce(first + slot++ * partial_bytes, chunks, parameters * sizes.cols,
+                 dtype_of(gradient.scalar_type()), gradient.data_ptr(), begin * kStrip,
+                 std::min(sizes.cols, end * kStrip));
+        }
+      });
+  return {grad_input, grad_parameters[0], grad_parameters[1]};
+}
+
+struct CpuBackend {
+  static Tensor output(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in) {
+    checks::check_forward(norm, in);
+    Tensor output = empty(in.input.sizes(), in.input.scalar_type());
+    forward_rows(norm, in, output, Tensor(), Tensor());
+    return output;
+  }
+
+  static ThreeTensors forward(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in,
+                              std::optional<at::ScalarType> out_dtype) {
+    checks::check_forward(norm, in, out_dtype);
+    const auto dtype = in.input.scalar_type();
+    Tensor output = empty(in.input.sizes(), out_dtype.value_or(dtype));
+    const auto leading = in.input.sizes().slice(0, in.input.dim() - in.normalized_shape.size());
+    Tensor mean = norm.centered ? empty(leading, accumulation_dtype(dtype)) : Tensor();
+    Tensor rstd = empty(leading, accumulation_dtype(dtype));
+    forward_rows(norm, in, output, mean, rstd);
+    return {std::move(output), std::move(mean), std::move(rstd)};
+  }
+
+  static ThreeTensors backward(c10::DispatchKeySet, const Norm& norm, const BackwardInputs& in) {
+    checks::check_backward(norm, in);
+    auto gradients = backward_rows(norm, in);
+    Tensor& grad_input = std::get<0>(gradients);
+    if (grad_input.defined()) grad_input = grad_input.to(in.input.scalar_type());
+    return gradients;
+  }
+};
+
+}  // namespace
+
+const char* cpu_kernels() { return kernels().name; }
+
+TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { Operators<CpuBackend>::register_on(m); }
+
+}  // namespace fusednorm

@@ -1,0 +1,91 @@
+// fusednorm: fused LayerNorm and RMSNorm for PyTorch. The C++ interface.
+//
+// Every function has autograd and goes through the dispatcher, so it serves each device and torch
+// transform alike. A program that loads libfusednorm.so without this header reaches the same operators
+// as torch.ops.fusednorm.*.
+//
+// Common to all:
+//   input             [*, normalized_shape...], fp64, fp32, bf16 or fp16, any strides
+//   normalized_shape  the trailing dimensions that make a row; N elements together
+//   weight, bias      of shape normalized_shape, each of any of the four dtypes; absent: 1 and 0
+//   eps               any finite number
+// The output is contiguous and of the input's shape and dtype. Statistics and sums are kept in fp32
+// (fp64 for fp64). A wrong shape, dtype, device or layout throws c10::Error, which names the operator,
+// the argument, what was expected and what was given.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#if defined(__GNUC__)
+#define FUSEDNORM_API __attribute__((visibility("default")))
+#else
+#define FUSEDNORM_API
+#endif
+
+namespace fusednorm {
+
+struct LayerNormOptions {
+  double weight_offset = 0.0;  ///< the gain is weight_offset + weight (1: zero-centred gamma)
+  bool eps_outside = false;    ///< 1 / (s + eps) in place of 1 / sqrt(s^2 + eps)
+  bool unbiased = false;       ///< variance over N - 1; needs N > 1
+};
+
+struct RmsNormOptions {
+  double weight_offset = 0.0;
+  /// "default": rounded once, at the store. "llama": x * rstd is rounded to the input's dtype before
+  /// the product with the weight (Hugging Face's LlamaRMSNorm).
+  std::string casting_mode = "default";
+};
+
+/// y = (x - mean) / sqrt(variance + eps) * weight + bias, over each row (Ba et al. 2016), as
+/// torch::layer_norm.
+FUSEDNORM_API at::Tensor layer_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
+                                    const std::optional<at::Tensor>& weight = {},
+                                    const std::optional<at::Tensor>& bias = {}, double eps = 1e-5,
+                                    const LayerNormOptions& options = {});
+
+/// y = x / sqrt(mean(x^2) + eps) * weight, over each row (Zhang and Sennrich 2019), as torch::rms_norm.
+/// eps absent: the machine epsilon of the accumulation type.
+FUSEDNORM_API at::Tensor rms_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
+                                  const std::optional<at::Tensor>& weight = {},
+                                  std::optional<double> eps = {},
+                                  const RmsNormOptions& options = {});
+
+/// layer_norm together with what backward needs: (output, mean, rstd); mean and rstd have the leading
+/// dimensions' shape and are fp32 (fp64 for fp64). out_dtype: the input's, or fp32 for 16-bit inputs.
+FUSEDNORM_API std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
+    const at::Tensor& input, at::IntArrayRef normalized_shape,
+    const std::optional<at::Tensor>& weight = {}, const std::optional<at::Tensor>& bias = {},
+    double eps = 1e-5, const LayerNormOptions& options = {},
+    std::optional<at::ScalarType> out_dtype = {});
+
+/// rms_norm together with what backward needs: (output, rstd).
+FUSEDNORM_API std::tuple<at::Tensor, at::Tensor> rms_norm_forward(
+    const at::Tensor& input, at::IntArrayRef normalized_shape,
+    const std::optional<at::Tensor>& weight = {}, std::optional<double> eps = {},
+    const RmsNormOptions& options = {}, std::optional<at::ScalarType> out_dtype = {});
+
+/// (grad_input, grad_weight, grad_bias); what output_mask leaves out is undefined. `bias` is read for
+/// its dtype only. The gradients have the dtype of what they belong to.
+FUSEDNORM_API std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
+    const at::Tensor& grad_output, const at::Tensor& input, at::IntArrayRef normalized_shape,
+    const at::Tensor& mean, const at::Tensor& rstd, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, double eps, std::array<bool, 3> output_mask,
+    const LayerNormOptions& options = {});
+
+/// (grad_input, grad_weight).
+FUSEDNORM_API std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
+    const at::Tensor& grad_output, const at::Tensor& input, at::IntArrayRef normalized_shape,
+    const at::Tensor& rstd, const std::optional<at::Tensor>& weight, std::optional<double> eps,
+    std::array<bool, 2> output_mask, const RmsNormOptions& options = {});
+
+/// The CPU kernels in use: "avx512bf16", "avx512", "avx2" or "portable". Chosen once, by what the
+/// machine has and the environment variable ATEN_CPU_CAPABILITY allows.
+FUSEDNORM_API const char* cpu_kernels();
+
+}  // namespace fusednorm

@@ -1,0 +1,21 @@
+"""Fused LayerNorm and RMSNorm for PyTorch, on CPU and CUDA.
+
+``fusednorm.LayerNorm`` and ``fusednorm.RMSNorm`` stand in for ``torch.nn``'s; ``fusednorm.functional`` has
+the functions; ``torch.ops.fusednorm`` the operators, which C++ programs reach too.
+"""
+
+from fusednorm import _load as _load  # first: loads the library, or says why it cannot
+from fusednorm import functional
+from fusednorm._load import build_info, cmake_prefix_path, library_path
+from fusednorm.modules import LayerNorm, RMSNorm
+
+__version__: str = _load.VERSION
+
+__all__ = [
+    "LayerNorm",
+    "RMSNorm",
+    "build_info",
+    "cmake_prefix_path",
+    "functional",
+    "library_path",
+]

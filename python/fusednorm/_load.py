@@ -1,0 +1,66 @@
+"""Loads the compiled library, or says in one message why it cannot and what to do."""
+
+import importlib
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ROOT = Path(__file__).resolve().parent
+
+library_path: str = str(_ROOT / "lib" / "libfusednorm.so")
+"""The operators' shared library: what a C++ program links or loads."""
+
+cmake_prefix_path: str = str(_ROOT / "share" / "cmake")
+"""What to put in CMAKE_PREFIX_PATH for ``find_package(fusednorm)``."""
+
+_REBUILD = "rebuild it beside this torch: pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _built() -> types.ModuleType:
+    try:
+        return importlib.import_module("fusednorm._built")
+    except ImportError as error:
+        raise ImportError(
+            f"fusednorm: {_ROOT} holds no built library (a source tree, not an installation?). "
+            "Run 'make' in the source tree, or pip install --no-build-isolation ."
+        ) from error
+
+
+def _load() -> types.ModuleType:
+    built_for = _built().TORCH_VERSION
+    if _minor(built_for) != _minor(torch.__version__):
+        raise ImportError(
+            f"fusednorm was built for torch {built_for}, but this is torch {torch.__version__}: a "
+            f"library with torch's C++ interface fits one minor version only; {_REBUILD}"
+        )
+    try:
+        torch.ops.load_library(library_path)
+        return importlib.import_module("fusednorm._C")
+    except (ImportError, OSError) as error:
+        raise ImportError(
+            f"fusednorm: cannot load {library_path} (built for torch {built_for}, this is torch "
+            f"{torch.__version__}): {error}; {_REBUILD}"
+        ) from error
+
+
+_C = _load()
+VERSION: str = _built().VERSION
+
+
+def build_info() -> dict[str, Any]:
+    """What this build is, and what it runs on.
+
+    Returns:
+        ``version``; ``torch``, ``compiler``, ``cuda`` (versions it was built with; None without CUDA);
+        ``cuda_architectures``; ``torch_cpu_capability`` (what torch dispatches to, which the environment
+        variable ``ATEN_CPU_CAPABILITY`` can lower); ``cpu_kernels`` (ours: ``avx512bf16``, ``avx512``,
+        ``avx2`` or ``portable``).
+    """
+    info: dict[str, Any] = _C.build_info()
+    return info
