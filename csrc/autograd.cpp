@@ -2,8 +2,9 @@
 // kernels do not compute (tangents, derivatives of backward) and inside vmap.
 //
 // Not torch::autograd::Function: torch.func refuses it, it has no jvp, and it costs 13 % of a small
-// forward + backward. Both `_forward` and `_backward` have their own Autograd kernel, since functorch
-// levels re-enter autograd on the inner operator: without it, hessians were silently wrong.
+// forward + backward. Both `_forward` and `_backward` have their own Autograd kernel, since
+// functorch levels re-enter autograd on the inner operator: without it, hessians were silently
+// wrong.
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -22,7 +23,8 @@ using torch::autograd::variable_list;
 
 bool present(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
-// ---- Composites: the formulas of row_norm.h in ATen arithmetic, differentiable to any order --------
+// ---- Composites: the formulas of row_norm.h in ATen arithmetic, differentiable to any order
+// --------
 
 struct NormalizedRows {
   Tensor x_hat, rstd, deviation;  // deviation: sqrt(variance), with eps_outside only
@@ -128,7 +130,8 @@ struct CompositeBackend {
   }
 };
 
-// ---- The nodes -----------------------------------------------------------------------------------------
+// ---- The nodes
+// -----------------------------------------------------------------------------------------
 
 /// The backward of both norms. Keeps the input, the weight and the row statistics, nothing else.
 class RowNormBackward : public torch::autograd::Node {
@@ -163,8 +166,13 @@ class RowNormBackward : public torch::autograd::Node {
       bias = at::empty({1}, input.options().dtype(*bias_dtype_)).expand_symint(normalized_shape_);
     }
     auto [grad_input, grad_weight, grad_bias] = dispatch_backward(
-        norm_, {grad_output, input, normalized_shape_, mean, rstd,
-                weight.defined() ? OptionalTensor(weight) : std::nullopt, bias,
+        norm_, {grad_output,
+                input,
+                normalized_shape_,
+                mean,
+                rstd,
+                weight.defined() ? OptionalTensor(weight) : std::nullopt,
+                bias,
                 {task_should_compute_output(0), task_should_compute_output(1), wants_bias}});
     return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
   }
@@ -244,8 +252,7 @@ struct AutogradBackend {
   static ThreeTensors forward(c10::DispatchKeySet keys, const Norm& norm, const ForwardInputs& in,
                               std::optional<at::ScalarType> out_dtype) {
     if (any_tangent(in.input, in.weight, in.bias)) return composite_forward(norm, in, out_dtype);
-    const bool requires_grad =
-        torch::autograd::compute_requires_grad(in.input, in.weight, in.bias);
+    const bool requires_grad = torch::autograd::compute_requires_grad(in.input, in.weight, in.bias);
     const auto node = requires_grad ? make_node(norm, in) : decltype(make_node(norm, in))();
     ThreeTensors result = [&] {
       at::AutoDispatchBelowADInplaceOrView guard;

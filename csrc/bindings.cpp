@@ -1,17 +1,17 @@
 // The Python module _C: the fast entry into the dispatcher, and build information.
 //
-// torch.ops spends about 2 us of a small call on parsing boxed arguments. This entry spends 0.1 us, and
-// hands over to the same dispatcher. It answers None where only torch.ops is right (tensor subclasses,
+// torch.ops spends about 2 us of a small call on parsing boxed arguments. This entry spends 0.1 us,
+// and hands over to the same dispatcher. It answers None where only torch.ops is right (tensor
+// subclasses,
 // __torch_function__ modes), and functional.py takes that road.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/Version.h>
+#include <c10/util/SmallVector.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/python_numbers.h>
 #include <torch/version.h>
-
-#include <c10/util/SmallVector.h>
 
 #include "fusednorm.h"
 

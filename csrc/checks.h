@@ -33,8 +33,7 @@ inline void check_tensor(const Norm& norm, const char* argument, const Tensor& t
               argument, ": expected a dense (strided) tensor, got ",
               tensor.is_nested() ? c10::str("a nested tensor") : c10::str(tensor.layout()));
   TORCH_CHECK(is_supported(tensor.scalar_type()), "fusednorm::", norm.op, ": ", argument,
-              ": expected dtype float64, float32, bfloat16 or float16, got ",
-              tensor.scalar_type());
+              ": expected dtype float64, float32, bfloat16 or float16, got ", tensor.scalar_type());
 }
 
 /// A dense tensor beside the input: on its device, of the shape given.
@@ -55,7 +54,8 @@ inline void check_wider(const Norm& norm, const char* argument, at::ScalarType d
               input_dtype == at::kDouble ? "" : " or Float", ", got ", dtype);
 }
 
-inline c10::SymIntArrayRef leading_shape(const Tensor& input, c10::SymIntArrayRef normalized_shape) {
+inline c10::SymIntArrayRef leading_shape(const Tensor& input,
+                                         c10::SymIntArrayRef normalized_shape) {
   return input.sym_sizes().slice(0, input.dim() - normalized_shape.size());
 }
 
@@ -66,9 +66,9 @@ inline void check_norm(const Norm& norm, const Tensor& input, c10::SymIntArrayRe
   TORCH_CHECK(!normalized_shape.empty(), "fusednorm::", norm.op,
               ": normalized_shape: expected at least one dimension, got ", normalized_shape);
   const auto sizes = input.sym_sizes();
-  const bool fits = sizes.size() >= normalized_shape.size() &&
-                    same_shape(sizes.slice(sizes.size() - normalized_shape.size()),
-                               normalized_shape);
+  const bool fits =
+      sizes.size() >= normalized_shape.size() &&
+      same_shape(sizes.slice(sizes.size() - normalized_shape.size()), normalized_shape);
   TORCH_CHECK(fits, "fusednorm::", norm.op, ": input: expected shape [*, ",
               c10::Join(", ", normalized_shape), "] (normalized_shape = ", normalized_shape,
               "), got ", sizes);
@@ -115,14 +115,14 @@ inline void check_backward(const Norm& norm, const BackwardInputs& in) {
   check_statistic("rstd", in.rstd);
 }
 
-// The dtypes of the gradients: of what they belong to; where that is absent, the weight's or input's.
+// The dtypes of the gradients: of what they belong to; where that is absent, the weight's or
+// input's.
 inline at::ScalarType grad_weight_dtype(const BackwardInputs& in) {
   return in.weight.has_value() && in.weight->defined() ? in.weight->scalar_type()
                                                        : in.input.scalar_type();
 }
 inline at::ScalarType grad_bias_dtype(const BackwardInputs& in) {
-  return in.bias.has_value() && in.bias->defined() ? in.bias->scalar_type()
-                                                   : grad_weight_dtype(in);
+  return in.bias.has_value() && in.bias->defined() ? in.bias->scalar_type() : grad_weight_dtype(in);
 }
 
 }  // namespace fusednorm::checks

@@ -1,8 +1,8 @@
 // fusednorm: fused LayerNorm and RMSNorm for PyTorch. The C++ interface.
 //
 // Every function has autograd and goes through the dispatcher, so it serves each device and torch
-// transform alike. A program that loads libfusednorm.so without this header reaches the same operators
-// as torch.ops.fusednorm.*.
+// transform alike. A program that loads libfusednorm.so without this header reaches the same
+// operators as torch.ops.fusednorm.*.
 //
 // Common to all:
 //   input             [*, normalized_shape...], fp64, fp32, bf16 or fp16, any strides
@@ -10,8 +10,8 @@
 //   weight, bias      of shape normalized_shape, each of any of the four dtypes; absent: 1 and 0
 //   eps               any finite number
 // The output is contiguous and of the input's shape and dtype. Statistics and sums are kept in fp32
-// (fp64 for fp64). A wrong shape, dtype, device or layout throws c10::Error, which names the operator,
-// the argument, what was expected and what was given.
+// (fp64 for fp64). A wrong shape, dtype, device or layout throws c10::Error, which names the
+// operator, the argument, what was expected and what was given.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,8 +37,8 @@ struct LayerNormOptions {
 
 struct RmsNormOptions {
   double weight_offset = 0.0;
-  /// "default": rounded once, at the store. "llama": x * rstd is rounded to the input's dtype before
-  /// the product with the weight (Hugging Face's LlamaRMSNorm).
+  /// "default": rounded once, at the store. "llama": x * rstd is rounded to the input's dtype
+  /// before the product with the weight (Hugging Face's LlamaRMSNorm).
   std::string casting_mode = "default";
 };
 
@@ -49,15 +49,16 @@ FUSEDNORM_API at::Tensor layer_norm(const at::Tensor& input, at::IntArrayRef nor
                                     const std::optional<at::Tensor>& bias = {}, double eps = 1e-5,
                                     const LayerNormOptions& options = {});
 
-/// y = x / sqrt(mean(x^2) + eps) * weight, over each row (Zhang and Sennrich 2019), as torch::rms_norm.
-/// eps absent: the machine epsilon of the accumulation type.
+/// y = x / sqrt(mean(x^2) + eps) * weight, over each row (Zhang and Sennrich 2019), as
+/// torch::rms_norm. eps absent: the machine epsilon of the accumulation type.
 FUSEDNORM_API at::Tensor rms_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
                                   const std::optional<at::Tensor>& weight = {},
                                   std::optional<double> eps = {},
                                   const RmsNormOptions& options = {});
 
-/// layer_norm together with what backward needs: (output, mean, rstd); mean and rstd have the leading
-/// dimensions' shape and are fp32 (fp64 for fp64). out_dtype: the input's, or fp32 for 16-bit inputs.
+/// layer_norm together with what backward needs: (output, mean, rstd); mean and rstd have the
+/// leading dimensions' shape and are fp32 (fp64 for fp64). out_dtype: the input's, or fp32 for
+/// 16-bit inputs.
 FUSEDNORM_API std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
     const at::Tensor& input, at::IntArrayRef normalized_shape,
     const std::optional<at::Tensor>& weight = {}, const std::optional<at::Tensor>& bias = {},
@@ -70,8 +71,8 @@ FUSEDNORM_API std::tuple<at::Tensor, at::Tensor> rms_norm_forward(
     const std::optional<at::Tensor>& weight = {}, std::optional<double> eps = {},
     const RmsNormOptions& options = {}, std::optional<at::ScalarType> out_dtype = {});
 
-/// (grad_input, grad_weight, grad_bias); what output_mask leaves out is undefined. `bias` is read for
-/// its dtype only. The gradients have the dtype of what they belong to.
+/// (grad_input, grad_weight, grad_bias); what output_mask leaves out is undefined. `bias` is read
+/// for its dtype only. The gradients have the dtype of what they belong to.
 FUSEDNORM_API std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward(
     const at::Tensor& grad_output, const at::Tensor& input, at::IntArrayRef normalized_shape,
     const at::Tensor& mean, const at::Tensor& rstd, const std::optional<at::Tensor>& weight,

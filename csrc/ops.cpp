@@ -8,8 +8,7 @@
 #include "fusednorm.h"
 
 // What an operator takes apart from its tensors, as api.md orders it.
-#define FN_LAYER_NORM_OPTIONS \
-  "float weight_offset=0.0, bool eps_outside=False, bool unbiased=False"
+#define FN_LAYER_NORM_OPTIONS "float weight_offset=0.0, bool eps_outside=False, bool unbiased=False"
 #define FN_RMS_NORM_OPTIONS "float weight_offset=0.0, str casting_mode=\"default\""
 
 TORCH_LIBRARY(fusednorm, m) {
@@ -71,25 +70,22 @@ Tensor dispatch_output(const Norm& norm, const ForwardInputs& in, Keys keys) {
   static const auto handle =
       find<Tensor(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, std::optional<double>,
                   double, std::string_view)>("fusednorm::rms_norm");
-  return call(handle, keys, in.input, in.normalized_shape, in.weight, norm.eps,
-              norm.weight_offset, norm.casting_mode);
+  return call(handle, keys, in.input, in.normalized_shape, in.weight, norm.eps, norm.weight_offset,
+              norm.casting_mode);
 }
 
 ThreeTensors dispatch_forward(const Norm& norm, const ForwardInputs& in,
                               std::optional<at::ScalarType> out_dtype, Keys keys) {
   if (norm.centered) {
-    static const auto handle =
-        find<ThreeTensors(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
-                          const OptionalTensor&, double, double, bool, bool,
-                          std::optional<at::ScalarType>)>("fusednorm::layer_norm_forward");
+    static const auto handle = find<ThreeTensors(
+        const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&, double,
+        double, bool, bool, std::optional<at::ScalarType>)>("fusednorm::layer_norm_forward");
     return call(handle, keys, in.input, in.normalized_shape, in.weight, in.bias, *norm.eps,
                 norm.weight_offset, norm.eps_outside, norm.unbiased, out_dtype);
   }
-  static const auto handle =
-      find<std::tuple<Tensor, Tensor>(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
-                                      std::optional<double>, double, std::string_view,
-                                      std::optional<at::ScalarType>)>(
-          "fusednorm::rms_norm_forward");
+  static const auto handle = find<std::tuple<Tensor, Tensor>(
+      const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, std::optional<double>, double,
+      std::string_view, std::optional<at::ScalarType>)>("fusednorm::rms_norm_forward");
   auto [output, rstd] = call(handle, keys, in.input, in.normalized_shape, in.weight, norm.eps,
                              norm.weight_offset, norm.casting_mode, out_dtype);
   return {std::move(output), Tensor(), std::move(rstd)};
@@ -103,22 +99,22 @@ ThreeTensors dispatch_backward(const Norm& norm, const BackwardInputs& in, Keys 
                           std::array<bool, 3>, double, bool, bool)>(
             "fusednorm::layer_norm_backward");
     return call(handle, keys, in.grad_output, in.input, in.normalized_shape, in.mean, in.rstd,
-                in.weight, in.bias, *norm.eps, in.output_mask, norm.weight_offset,
-                norm.eps_outside, norm.unbiased);
+                in.weight, in.bias, *norm.eps, in.output_mask, norm.weight_offset, norm.eps_outside,
+                norm.unbiased);
   }
-  static const auto handle =
-      find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, c10::SymIntArrayRef,
-                                      const Tensor&, const OptionalTensor&, std::optional<double>,
-                                      std::array<bool, 2>, double, std::string_view)>(
-          "fusednorm::rms_norm_backward");
+  static const auto handle = find<std::tuple<Tensor, Tensor>(
+      const Tensor&, const Tensor&, c10::SymIntArrayRef, const Tensor&, const OptionalTensor&,
+      std::optional<double>, std::array<bool, 2>, double, std::string_view)>(
+      "fusednorm::rms_norm_backward");
   auto [grad_input, grad_weight] =
       call(handle, keys, in.grad_output, in.input, in.normalized_shape, in.rstd, in.weight,
-           norm.eps, std::array<bool, 2>{in.output_mask[0], in.output_mask[1]},
-           norm.weight_offset, norm.casting_mode);
+           norm.eps, std::array<bool, 2>{in.output_mask[0], in.output_mask[1]}, norm.weight_offset,
+           norm.casting_mode);
   return {std::move(grad_input), std::move(grad_weight), Tensor()};
 }
 
-// ---- The Meta key: shapes and dtypes, by the same checks ------------------------------------------
+// ---- The Meta key: shapes and dtypes, by the same checks
+// ------------------------------------------
 
 namespace {
 
@@ -136,9 +132,9 @@ struct MetaBackend {
       return at::empty_symint(checks::leading_shape(in.input, in.normalized_shape),
                               in.input.options().dtype(accumulation_dtype(dtype)));
     };
-    return {at::empty_symint(in.input.sym_sizes(),
-                             in.input.options().dtype(out_dtype.value_or(dtype))),
-            norm.centered ? statistic() : Tensor(), statistic()};
+    return {
+        at::empty_symint(in.input.sym_sizes(), in.input.options().dtype(out_dtype.value_or(dtype))),
+        norm.centered ? statistic() : Tensor(), statistic()};
   }
 
   static ThreeTensors backward(c10::DispatchKeySet, const Norm& norm, const BackwardInputs& in) {
@@ -152,7 +148,8 @@ struct MetaBackend {
   }
 };
 
-// ---- Kinds of tensors we have no kernel for: an error that says so, for any operator -------------
+// ---- Kinds of tensors we have no kernel for: an error that says so, for any operator
+// -------------
 
 void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
@@ -182,7 +179,8 @@ void refuse_on(torch::Library& m) {
 
 }  // namespace
 
-// ---- The public C++ functions ------------------------------------------------------------------------
+// ---- The public C++ functions
+// ------------------------------------------------------------------------
 
 namespace {
 
@@ -202,9 +200,8 @@ Tensor layer_norm(const Tensor& input, at::IntArrayRef normalized_shape,
                          {input, c10::fromIntArrayRefSlow(normalized_shape), weight, bias});
 }
 
-Tensor rms_norm(const Tensor& input, at::IntArrayRef normalized_shape,
-                const OptionalTensor& weight, std::optional<double> eps,
-                const RmsNormOptions& options) {
+Tensor rms_norm(const Tensor& input, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
+                std::optional<double> eps, const RmsNormOptions& options) {
   return dispatch_output(norm_of(eps, options),
                          {input, c10::fromIntArrayRefSlow(normalized_shape), weight, {}});
 }
@@ -219,8 +216,7 @@ ThreeTensors layer_norm_forward(const Tensor& input, at::IntArrayRef normalized_
 }
 
 std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& input, at::IntArrayRef normalized_shape,
-                                            const OptionalTensor& weight,
-                                            std::optional<double> eps,
+                                            const OptionalTensor& weight, std::optional<double> eps,
                                             const RmsNormOptions& options,
                                             std::optional<at::ScalarType> out_dtype) {
   auto [output, mean, rstd] =
@@ -245,9 +241,15 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_output, const Te
                                              std::optional<double> eps,
                                              std::array<bool, 2> output_mask,
                                              const RmsNormOptions& options) {
-  auto [grad_input, grad_weight, none] = dispatch_backward(
-      norm_of(eps, options), {grad_output, input, c10::fromIntArrayRefSlow(normalized_shape),
-                              Tensor(), rstd, weight, {}, {output_mask[0], output_mask[1], false}});
+  auto [grad_input, grad_weight, none] =
+      dispatch_backward(norm_of(eps, options), {grad_output,
+                                                input,
+                                                c10::fromIntArrayRefSlow(normalized_shape),
+                                                Tensor(),
+                                                rstd,
+                                                weight,
+                                                {},
+                                                {output_mask[0], output_mask[1], false}});
   return {std::move(grad_input), std::move(grad_weight)};
 }
 

@@ -1,4 +1,5 @@
-// The operators' signatures, translated once: every dispatch key implements three functions of a Norm.
+// The operators' signatures, translated once: every dispatch key implements three functions of a
+// Norm.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -99,9 +100,9 @@ struct Operators {
                                                      double weight_offset,
                                                      std::string_view casting_mode,
                                                      Dtype out_dtype) {
-    auto [output, mean, rstd] = Backend::forward(
-        keys, {"rms_norm", false, eps, weight_offset, false, false, casting_mode},
-        {input, shape, weight, std::nullopt}, out_dtype);
+    auto [output, mean, rstd] =
+        Backend::forward(keys, {"rms_norm", false, eps, weight_offset, false, false, casting_mode},
+                         {input, shape, weight, std::nullopt}, out_dtype);
     return {std::move(output), std::move(rstd)};
   }
   static ThreeTensors layer_norm_backward(c10::DispatchKeySet keys, const Tensor& grad_output,
@@ -120,7 +121,13 @@ struct Operators {
       std::array<bool, 2> output_mask, double weight_offset, std::string_view casting_mode) {
     auto [grad_input, grad_weight, none] = Backend::backward(
         keys, {"rms_norm_backward", false, eps, weight_offset, false, false, casting_mode},
-        {grad_output, input, shape, Tensor(), rstd, weight, std::nullopt,
+        {grad_output,
+         input,
+         shape,
+         Tensor(),
+         rstd,
+         weight,
+         std::nullopt,
          {output_mask[0], output_mask[1], false}});
     return {std::move(grad_input), std::move(grad_weight)};
   }

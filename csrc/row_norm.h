@@ -4,18 +4,19 @@
 //     x_hat = (x - mean) * rstd          LayerNorm (mean and biased variance of the row)
 //     x_hat = x * rstd                   RMSNorm   (the same with the mean taken as 0)
 //     y     = x_hat * weight + bias
-// where rstd = 1 / sqrt(variance + eps), or 1 / (sqrt(variance) + eps) with eps_outside ("annotated"
-// LayerNorm), and variance = (centred sum of squares) / (N - ddof).
+// where rstd = 1 / sqrt(variance + eps), or 1 / (sqrt(variance) + eps) with eps_outside
+// ("annotated" LayerNorm), and variance = (centred sum of squares) / (N - ddof).
 //
 // Backward, with g = grad_output * weight:
 //     grad_input  = rstd * (g - mean(g) - x_hat * projection)     (RMSNorm: without mean(g))
 //     grad_weight = sum over rows of grad_output * x_hat,  grad_bias = sum over rows of grad_output
-//     projection  = sum(g * x_hat) / (N - ddof), times (s + eps) / s with eps outside; s = sqrt(variance)
+//     projection  = sum(g * x_hat) / (N - ddof), times (s + eps) / s with eps outside; s =
+//     sqrt(variance)
 //
 // Two means. An fp32 mean of a row that lies 1e6 standard deviations from 0 is off by up to half an
-// ulp, 0.03 standard deviations. So the rows carry `mean` (rounded, saved for backward) and `shift`,
-// the mean of x - mean: x - mean is exact there, and x_hat = (x - mean) * rstd - shift * rstd costs one
-// fused multiply-add, the same as the multiplication it replaces.
+// ulp, 0.03 standard deviations. So the rows carry `mean` (rounded, saved for backward) and
+// `shift`, the mean of x - mean: x - mean is exact there, and x_hat = (x - mean) * rstd - shift *
+// rstd costs one fused multiply-add, the same as the multiplication it replaces.
 #pragma once
 
 #include <cmath>

@@ -34,7 +34,8 @@ DType dtype_of(at::ScalarType dtype) {
   }
 }
 
-// ---- Rows -----------------------------------------------------------------------------------------------
+// ---- Rows
+// -----------------------------------------------------------------------------------------------
 
 struct Sizes {
   int64_t rows, cols, leading_dims;
@@ -104,7 +105,8 @@ Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   return Tensor(at::detail::empty_cpu(sizes, dtype));
 }
 
-/// A weight or bias in the accumulation type with `offset` added: itself where that changes nothing.
+/// A weight or bias in the accumulation type with `offset` added: itself where that changes
+/// nothing.
 struct Affine {
   Tensor holder;
   const void* data = nullptr;
@@ -137,7 +139,8 @@ void parallel_rows(const Sizes& sizes, int64_t element_size, const Body& body) {
   at::parallel_for(0, sizes.rows, std::max<int64_t>(1, kGrainBytes / row_bytes), body);
 }
 
-// ---- Forward --------------------------------------------------------------------------------------------
+// ---- Forward
+// --------------------------------------------------------------------------------------------
 
 DType rounding_of(const Norm& norm, const Tensor& input) {
   return norm.llama() ? dtype_of(input.scalar_type()) : DType::kFloat64;
@@ -148,10 +151,9 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
   const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
   // A wider output is that of the input widened first: the kernel sees one dtype.
-  const Rows rows(in.input.scalar_type() == output.scalar_type()
-                      ? in.input
-                      : in.input.to(output.scalar_type()),
-                  sizes);
+  const Rows rows(
+      in.input.scalar_type() == output.scalar_type() ? in.input : in.input.to(output.scalar_type()),
+      sizes);
   Affine weight(in.weight, norm.weight_offset, acc_dtype);
   const Affine bias(in.bias, 0, acc_dtype);
   if (bias.data != nullptr && weight.data == nullptr) weight.fill_with_ones(sizes, acc_dtype);
@@ -167,8 +169,8 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   args.params = norm.params(acc_dtype);
   args.round_x_hat = rounding_of(norm, in.input);
   const int dtype = static_cast<int>(dtype_of(output.scalar_type()));
-  const auto kernel = norm.centered ? kernels().layer_norm_forward[dtype]
-                                    : kernels().rms_norm_forward[dtype];
+  const auto kernel =
+      norm.centered ? kernels().layer_norm_forward[dtype] : kernels().rms_norm_forward[dtype];
   if (sizes.cols == 0) {  // statistics of nothing: 0/0
     for (const Tensor& statistic : {mean, rstd}) {
       if (statistic.defined()) statistic.fill_(std::numeric_limits<double>::quiet_NaN());
@@ -179,12 +181,13 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-// ---- Backward -------------------------------------------------------------------------------------------
+// ---- Backward
+// -------------------------------------------------------------------------------------------
 
 // grad_weight and grad_bias are summed over chunks of rows, then over the chunks. A chunk is a
-// function of the shape alone, so the bits do not depend on the number of threads. At most 64 chunks
-// while they have up to 1024 rows; 1024, so that fp32 sums stay short; at least 16, so that the partial
-// sums stay a small part of the traffic.
+// function of the shape alone, so the bits do not depend on the number of threads. At most 64
+// chunks while they have up to 1024 rows; 1024, so that fp32 sums stay short; at least 16, so that
+// the partial sums stay a small part of the traffic.
 int64_t rows_per_chunk(const Sizes& sizes) {
   const int64_t for_64 = (sizes.rows + 63) / 64;
   return std::min<int64_t>(1024, std::max<int64_t>(for_64, sizes.rows < 128 ? 8 : 16));
@@ -253,16 +256,16 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   constexpr int64_t kStrip = 64;  // columns
   const int64_t strips = (sizes.cols + kStrip - 1) / kStrip;
   const int64_t strip_bytes = kStrip * parameters * std::max<int64_t>(1, chunks) * 4;
-  at::parallel_for(
-      0, strips, std::max<int64_t>(1, kGrainBytes / strip_bytes), [&](int64_t begin, int64_t end) {
-        int64_t slot = 0;
-        for (const Tensor& gradient : grad_parameters) {
-          if (!gradient.defined()) continue;
-          reduce(first + slot++ * partial_bytes, chunks, parameters * sizes.cols,
-                 dtype_of(gradient.scalar_type()), gradient.data_ptr(), begin * kStrip,
-                 std::min(sizes.cols, end * kStrip));
-        }
-      });
+  at::parallel_for(0, strips, std::max<int64_t>(1, kGrainBytes / strip_bytes),
+                   [&](int64_t begin, int64_t end) {
+                     int64_t slot = 0;
+                     for (const Tensor& gradient : grad_parameters) {
+                       if (!gradient.defined()) continue;
+                       reduce(first + slot++ * partial_bytes, chunks, parameters * sizes.cols,
+                              dtype_of(gradient.scalar_type()), gradient.data_ptr(), begin * kStrip,
+                              std::min(sizes.cols, end * kStrip));
+                     }
+                   });
   return {grad_input, grad_parameters[0], grad_parameters[1]};
 }
 

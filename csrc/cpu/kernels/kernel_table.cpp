@@ -20,22 +20,34 @@ extern const KernelTable kTable;
 }
 #endif
 
-const KernelTable& kernel_table(const char* capability) {
+int runnable_tables(const KernelTable* (&tables)[kMaxTables]) {
+  int count = 0;
 #if defined(FUSEDNORM_X86)
-  const bool avx512_allowed = std::strncmp(capability, "AVX512", 6) == 0;
-  const bool avx2_allowed = avx512_allowed || std::strncmp(capability, "AVX2", 4) == 0;
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("f16c");
+                        __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512_allowed && has_avx512) {
-    return __builtin_cpu_supports("avx512bf16") ? avx512bf16::kTable : avx512::kTable;
-  }
-  if (avx2_allowed && has_avx2) return avx2::kTable;
+  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) tables[count++] = &avx512bf16::kTable;
+  if (has_avx512) tables[count++] = &avx512::kTable;
+  if (has_avx2) tables[count++] = &avx2::kTable;
 #endif
-  return portable::kTable;
+  tables[count++] = &portable::kTable;
+  return count;
+}
+
+const KernelTable& kernel_table(const char* capability) {
+  const bool avx512_allowed = std::strncmp(capability, "AVX512", 6) == 0;
+  const bool avx2_allowed = avx512_allowed || std::strncmp(capability, "AVX2", 4) == 0;
+  const KernelTable* tables[kMaxTables];
+  const int count = runnable_tables(tables);
+  int i = 0;
+  while (i < count - 1 && ((!avx512_allowed && std::strncmp(tables[i]->name, "avx512", 6) == 0) ||
+                           (!avx2_allowed && std::strcmp(tables[i]->name, "avx2") == 0))) {
+    ++i;
+  }
+  return *tables[i];
 }
 
 }  // namespace fusednorm::cpu

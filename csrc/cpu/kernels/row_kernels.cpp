@@ -1,8 +1,8 @@
 // The CPU kernels: one source, compiled once for each instruction set (FUSEDNORM_ISA names it).
 //
-// Forward makes two sweeps over a row: sums about a pivot, then the output. Backward makes two sweeps
-// over a block of rows: the row sums, then grad_input while grad_weight and grad_bias gather the block.
-// Which accumulator an element goes to depends on its column and the row's length alone.
+// Forward makes two sweeps over a row: sums about a pivot, then the output. Backward makes two
+// sweeps over a block of rows: the row sums, then grad_input while grad_weight and grad_bias gather
+// the block. Which accumulator an element goes to depends on its column and the row's length alone.
 //
 // Nothing inline from the standard library may be emitted here: the linker would be free to use the
 // AVX-512 copy of it in the rest of the program (tests/check_symbols.sh looks for such symbols).
@@ -71,8 +71,9 @@ FN_INLINE void for_columns(int64_t cols, Body body) {
   if (i < cols) body(i, Part{static_cast<int>(cols - i)});
 }
 
-// A block is 16 additions to each of 4 accumulators (1024 fp32 columns with AVX-512), and blocks are
-// merged pairwise: the rounding of a sum is that of about 20 + log2(blocks) additions at any length.
+// A block is 16 additions to each of 4 accumulators (1024 fp32 columns with AVX-512), and blocks
+// are merged pairwise: the rounding of a sum is that of about 20 + log2(blocks) additions at any
+// length.
 constexpr int kUnroll = 4;
 constexpr int kBlockVectors = 16 * kUnroll;
 
@@ -108,11 +109,12 @@ FN_INLINE void row_sums(int64_t cols, Body body, double (&sums)[kSums]) {
   for (int k = 0; k < kSums; ++k) sums[k] = sum_lanes(total[k]);
 }
 
-// ---- Statistics of one row -----------------------------------------------------------------------
+// ---- Statistics of one row
+// -----------------------------------------------------------------------
 
 template <class acc_t>
 struct RowStatistics {
-  acc_t mean;              // 0 for RMSNorm
+  acc_t mean;  // 0 for RMSNorm
   acc_t rstd;
   acc_t minus_shift_rstd;  // see row_norm.h
 };
@@ -129,9 +131,9 @@ struct Range<double> {
 
 /// False where the squares over- or underflowed (or the row is not finite): see scaled_row.
 ///
-/// LayerNorm takes one sweep about a pivot, the mean of the row's first vector. Where the mean turns
-/// out more than a standard deviation from the pivot, cancellation would cost digits, and a second
-/// sweep is made about the mean found.
+/// LayerNorm takes one sweep about a pivot, the mean of the row's first vector. Where the mean
+/// turns out more than a standard deviation from the pivot, cancellation would cost digits, and a
+/// second sweep is made about the mean found.
 template <class Statistics, class T>
 FN_INLINE bool row_statistics(const T* x, int64_t cols, const NormParams& params,
                               RowStatistics<acc_of<T>>* result) {
@@ -210,8 +212,8 @@ double element(const T* x) {
 template <class Statistics, class T>
 [[gnu::noinline, gnu::cold]] bool scaled_row(const T* x, int64_t cols, const NormParams& params,
                                              ScaledRow<acc_of<T>>* row) {
-  double largest = params.eps_outside ? __builtin_fabs(params.eps)
-                                      : __builtin_sqrt(__builtin_fabs(params.eps));
+  double largest =
+      params.eps_outside ? __builtin_fabs(params.eps) : __builtin_sqrt(__builtin_fabs(params.eps));
   for (int64_t i = 0; i < cols; ++i) {
     const double magnitude = __builtin_fabs(element(x + i));
     if (!(magnitude <= Range<double>::kHuge * 1.05)) return false;
@@ -229,7 +231,8 @@ template <class Statistics, class T>
   return true;
 }
 
-// ---- Forward ---------------------------------------------------------------------------------------
+// ---- Forward
+// ---------------------------------------------------------------------------------------
 
 /// How x_hat is rounded before the product with the weight: not at all, or to a 16-bit type.
 struct RoundNone {
@@ -309,7 +312,8 @@ void forward(const ForwardArgs& args, int64_t row_begin, int64_t row_end) {
   }
 }
 
-// ---- Backward --------------------------------------------------------------------------------------
+// ---- Backward
+// --------------------------------------------------------------------------------------
 
 /// What grad_input and grad_weight need to know of a row.
 template <class acc_t>
@@ -385,13 +389,13 @@ FN_INLINE void backward_apply(const In* const (&x)[kRows], const T* const (&grad
     for (int r = 0; r < kRows; ++r) {
       const auto& row = rows[r];
       const V g = load(grad_output[r] + i, part);
-      const V x_hat = normalize<Statistics, VectorMath>(load(x[r] + i, part), Broadcast<V>::of(row.mean),
-                                            Broadcast<V>::of(row.rstd),
-                                            Broadcast<V>::of(row.minus_shift_rstd));
+      const V x_hat = normalize<Statistics, VectorMath>(
+          load(x[r] + i, part), Broadcast<V>::of(row.mean), Broadcast<V>::of(row.rstd),
+          Broadcast<V>::of(row.minus_shift_rstd));
       if constexpr (kInput) {
         V d = grad_input<Statistics, VectorMath>(g * w, x_hat, Broadcast<V>::of(row.mean_g),
-                                     Broadcast<V>::of(row.minus_projection),
-                                     Broadcast<V>::of(row.rstd));
+                                                 Broadcast<V>::of(row.minus_projection),
+                                                 Broadcast<V>::of(row.rstd));
         if constexpr (kScaled) {
           d = d * Broadcast<V>::of(row.scale[0]) * Broadcast<V>::of(row.scale[1]);
         }
@@ -425,9 +429,8 @@ void backward_rows(const BackwardArgs& args, int64_t row_begin, int64_t row_end,
   const auto saved_mean = [&](int64_t r) FN_LAMBDA_INLINE {
     return args.mean != nullptr ? static_cast<const acc_t*>(args.mean)[r] : acc_t(0);
   };
-  const auto saved_rstd = [&](int64_t r) FN_LAMBDA_INLINE {
-    return static_cast<const acc_t*>(args.rstd)[r];
-  };
+  const auto saved_rstd = [&](int64_t r)
+                              FN_LAMBDA_INLINE { return static_cast<const acc_t*>(args.rstd)[r]; };
   // Outside this range rstd may be subnormal or infinite, and x - mean may overflow.
   const auto ordinary = [&](int64_t r) FN_LAMBDA_INLINE {
     const double rstd = saved_rstd(r);
@@ -490,14 +493,21 @@ void backward(const BackwardArgs& args, int64_t row_begin, int64_t row_end, void
   if constexpr (Statistics::kCentered) {
     using N = RoundNone;
     if (args.grad_input != nullptr) {
-      if (dw && db) backward_rows<Statistics, true, true, true, N, T>(args, row_begin, row_end, dw, db);
-      else if (dw) backward_rows<Statistics, true, true, false, N, T>(args, row_begin, row_end, dw, db);
-      else if (db) backward_rows<Statistics, true, false, true, N, T>(args, row_begin, row_end, dw, db);
-      else backward_rows<Statistics, true, false, false, N, T>(args, row_begin, row_end, dw, db);
+      if (dw && db)
+        backward_rows<Statistics, true, true, true, N, T>(args, row_begin, row_end, dw, db);
+      else if (dw)
+        backward_rows<Statistics, true, true, false, N, T>(args, row_begin, row_end, dw, db);
+      else if (db)
+        backward_rows<Statistics, true, false, true, N, T>(args, row_begin, row_end, dw, db);
+      else
+        backward_rows<Statistics, true, false, false, N, T>(args, row_begin, row_end, dw, db);
     } else {
-      if (dw && db) backward_rows<Statistics, false, true, true, N, T>(args, row_begin, row_end, dw, db);
-      else if (dw) backward_rows<Statistics, false, true, false, N, T>(args, row_begin, row_end, dw, db);
-      else backward_rows<Statistics, false, false, true, N, T>(args, row_begin, row_end, dw, db);
+      if (dw && db)
+        backward_rows<Statistics, false, true, true, N, T>(args, row_begin, row_end, dw, db);
+      else if (dw)
+        backward_rows<Statistics, false, true, false, N, T>(args, row_begin, row_end, dw, db);
+      else
+        backward_rows<Statistics, false, false, true, N, T>(args, row_begin, row_end, dw, db);
     }
   } else {
     with_rounding<T>(args.round_x_hat, [&](auto rounding) {
@@ -507,13 +517,15 @@ void backward(const BackwardArgs& args, int64_t row_begin, int64_t row_end, void
       } else if (dw) {
         backward_rows<Statistics, true, true, false, R, T>(args, row_begin, row_end, dw, db);
       } else {
-        backward_rows<Statistics, true, false, false, RoundNone, T>(args, row_begin, row_end, dw, db);
+        backward_rows<Statistics, true, false, false, RoundNone, T>(args, row_begin, row_end, dw,
+                                                                    db);
       }
     });
   }
 }
 
-// ---- Weights in the accumulation type; the last reduction ---------------------------------------------
+// ---- Weights in the accumulation type; the last reduction
+// ---------------------------------------------
 
 template <class acc_t, class T>
 void convert_from(const void* in, double offset, void* out, int64_t count) {
@@ -591,11 +603,14 @@ void reduce(const void* partials, int64_t count, int64_t stride, DType to, void*
 
 #define FN_STRING_(x) #x
 #define FN_STRING(x) FN_STRING_(x)
-#define FN_EACH_DTYPE(kernel, Statistics)                                       \
-  {kernel<Statistics, double>, kernel<Statistics, float>, kernel<Statistics, bfloat16>, \
-   kernel<Statistics, float16>}
+#define FN_EACH_DTYPE(kernel, Statistics)                                                \
+  {                                                                                      \
+    kernel<Statistics, double>, kernel<Statistics, float>, kernel<Statistics, bfloat16>, \
+        kernel<Statistics, float16>                                                      \
+  }
 
-// For each instruction set: 8 forward kernels, and 4 x (7 LayerNorm + 3 to 7 RMSNorm) backward ones.
+// For each instruction set: 8 forward kernels, and 4 x (7 LayerNorm + 3 to 7 RMSNorm) backward
+// ones.
 extern const KernelTable kTable;
 const KernelTable kTable = {
     FN_STRING(FUSEDNORM_ISA),

@@ -1,7 +1,7 @@
 // The torch-free interface of the CPU kernels: plain pointers, sizes, an enum of dtypes.
 //
-// One source, row_kernels.cpp, is compiled once for each instruction set; kernel_table.cpp picks one
-// of the tables at run time.
+// One source, row_kernels.cpp, is compiled once for each instruction set; kernel_table.cpp picks
+// one of the tables at run time.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ namespace fusednorm::cpu {
 
 constexpr int kMaxRowDims = 3;
 
-/// Where the rows of a tensor lie: up to three collapsed leading dimensions, strides in elements. The
-/// elements of one row are contiguous.
+/// Where the rows of a tensor lie: up to three collapsed leading dimensions, strides in elements.
+/// The elements of one row are contiguous.
 struct RowLayout {
   const void* data = nullptr;
   int dims = 1;
@@ -30,8 +30,8 @@ struct RowLayout {
   }
 };
 
-/// Where x_hat is rounded to before the product with the weight ("llama" casting mode); kFloat64 and
-/// kFloat32 mean: nowhere.
+/// Where x_hat is rounded to before the product with the weight ("llama" casting mode); kFloat64
+/// and kFloat32 mean: nowhere.
 struct ForwardArgs {
   RowLayout input;
   void* output = nullptr;        // contiguous, of the input's dtype
@@ -81,6 +81,11 @@ struct KernelTable {
   ConvertKernel convert[2];  // to fp64, to fp32
   ReduceKernel reduce[2];    // from fp64, from fp32
 };
+
+constexpr int kMaxTables = 4;
+
+/// Every table this machine can run, the widest first; returns their number. The last is portable.
+int runnable_tables(const KernelTable* (&tables)[kMaxTables]);
 
 /// The widest table this machine can run that `capability` allows ("AVX512", "AVX2", anything else:
 /// portable), as at::get_cpu_capability() spells it.

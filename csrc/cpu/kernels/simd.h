@@ -1,8 +1,10 @@
-// Vectors of the accumulation type, and the loads and stores that convert to and from the four dtypes.
+// Vectors of the accumulation type, and the loads and stores that convert to and from the four
+// dtypes.
 //
-// Included by row_kernels.cpp only, inside the namespace of one instruction set, so that no function
-// compiled for AVX-512 can be merged by the linker with one of another file. The arithmetic operators
-// are the compiler's own (vector_size); what needs an instruction of its own is below. Contraction is off
+// Included by row_kernels.cpp only, inside the namespace of one instruction set, so that no
+// function compiled for AVX-512 can be merged by the linker with one of another file. The
+// arithmetic operators are the compiler's own (vector_size); what needs an instruction of its own
+// is below. Contraction is off
 // (-ffp-contract=off): only mul_add fuses, so a row has the same bits in a block of rows and alone.
 
 struct bfloat16 {
@@ -96,12 +98,11 @@ FN_INLINE void from_float(float a, float16* out) {
   } else if (magnitude >= 0x477ff000u) {  // 65520: rounds to infinity
     out->bits = sign | 0x7c00u;
   } else if (magnitude < 0x38800000u) {  // below 2^-14: a subnormal, the sum rounds it to 2^-24
-    out->bits = sign | static_cast<uint16_t>(float_to_bits(bits_to_float(magnitude) + 0.5f) -
-                                             0x3f000000u);
-  } else {
     out->bits =
-        sign | static_cast<uint16_t>((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >>
-                                     13);
+        sign | static_cast<uint16_t>(float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u);
+  } else {
+    out->bits = sign | static_cast<uint16_t>(
+                           (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13);
   }
 }
 
@@ -132,12 +133,10 @@ FN_INLINE __m256i narrow(f32v a, bfloat16) {
 #endif
   const __m512i bits = _mm512_castps_si512((__m512)a);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded =
-      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __mmask16 nan = _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_UNORD_Q);
   const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
-  return _mm512_cvtepi32_epi16(
-      _mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16));
 }
 FN_INLINE __m256i narrow(f32v a, float16) {
   return _mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

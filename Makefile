@@ -1,0 +1,54 @@
+# make demo    train a small GPT with our norms beside torch.nn's
+# make test    build and run every test (GoogleTest, pytest, format, lint)
+# Both work on a fresh clone; TORCH=2.11.0 does the same beside another torch.
+DEFAULT_TORCH := 2.15.0
+TORCH ?= $(DEFAULT_TORCH)
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+
+SUFFIX := $(if $(filter $(DEFAULT_TORCH),$(TORCH)),,-$(TORCH))
+VENV := .venv$(SUFFIX)
+BUILD := build$(SUFFIX)
+PY := $(VENV)/bin/python
+RUN := PYTHONPATH=$(BUILD)/stage $(PY)
+# Everything clang-format looks at.
+CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
+
+.DEFAULT_GOAL := build
+.PHONY: build demo test bench format lint clean
+
+$(VENV)/.installed: tests/requirements.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check -q -r tests/requirements.txt torch==$(TORCH)
+	touch $@
+
+$(BUILD)/cmake/build.ninja: $(VENV)/.installed CMakeLists.txt tests/CMakeLists.txt
+	cmake -S . -B $(BUILD)/cmake -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DFUSEDNORM_WERROR=ON \
+	  -DFUSEDNORM_STAGE=$(CURDIR)/$(BUILD)/stage
+
+build: $(BUILD)/cmake/build.ninja
+	cmake --build $(BUILD)/cmake -j $(JOBS)
+	cmake --install $(BUILD)/cmake --prefix $(BUILD)/stage > /dev/null
+
+demo: build
+	$(RUN) benchmarks/demo.py $(ARGS)
+
+test: build
+	ctest --test-dir $(BUILD)/cmake --output-on-failure $(ARGS)
+
+bench: build
+	$(RUN) benchmarks/bench_norms.py $(ARGS)
+
+format: $(VENV)/.installed
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf build build-* dist *.egg-info
