@@ -35,7 +35,9 @@ def layer_norm(
     x = x.double()
     d = x - x.mean(dims, keepdim=True)
     d = d - d.mean(dims, keepdim=True)  # at an offset of 1e6 the first mean is off by 1e-10
-    variance = d.var(dims, unbiased=unbiased, keepdim=True)
+    count = d[(0,) * (d.dim() - normalized_dims)].numel() if d.numel() else 1
+    # Not torch.var: its running update is off by 10 ulps at 4000 columns, a pairwise sum is not.
+    variance = d.square().sum(dims, keepdim=True) / (count - unbiased)
     denominator = variance.sqrt() + eps if eps_outside else (variance + eps).sqrt()
     return _affine(d / denominator, weight, bias, weight_offset)
 

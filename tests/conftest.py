@@ -1,0 +1,67 @@
+"""Shared by all tests: both norms behind one interface, and a fixed seed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusednorm
+from fusednorm import functional
+
+
+@dataclass(frozen=True)
+class NormUnderTest:
+    """A norm as function, reference, operators and module; bias is ignored where there is none."""
+
+    name: str
+    has_bias: bool
+    eps: float
+    function: Callable[..., Tensor] = field(repr=False)
+    torch_function: Callable[..., Tensor] = field(repr=False)
+    module: type = field(repr=False)
+    torch_module: type = field(repr=False)
+
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int = 1, **kw: Any
+    ) -> Tensor:
+        parameters = (weight, bias) if self.has_bias else (weight,)
+        return self.function(x, x.shape[x.dim() - dims :], *parameters, kw.pop("eps", self.eps), **kw)
+
+    def reference(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int = 1, **kw: Any
+    ) -> Tensor:
+        parameters = (weight, bias) if self.has_bias else (weight,)
+        function = getattr(reference, self.name)
+        return function(x, *parameters, kw.pop("eps", self.eps), dims, **kw)
+
+    def op(self, suffix: str = "") -> Any:
+        return getattr(torch.ops.fusednorm, self.name + suffix).default
+
+
+NORMS = [
+    NormUnderTest(
+        "layer_norm", True, 1e-5, functional.layer_norm, F.layer_norm, fusednorm.LayerNorm, torch.nn.LayerNorm
+    ),
+    NormUnderTest(
+        "rms_norm", False, 1e-6, functional.rms_norm, F.rms_norm, fusednorm.RMSNorm, torch.nn.RMSNorm
+    ),
+]
+
+
+@pytest.fixture(params=NORMS, ids=[norm.name for norm in NORMS])
+def norm(request: pytest.FixtureRequest) -> NormUnderTest:
+    """Each of the norms."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _seed_and_threads() -> Iterator[None]:
+    torch.manual_seed(20261130)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
