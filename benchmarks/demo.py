@@ -2,7 +2,10 @@
 
 LayerNorm and RMSNorm, from torch.nn and from fusednorm, in fp32 and in bf16 (the whole model, no autocast):
 eight models with the same initial weights see the same batches of real English text, character by character.
-The four models of a dtype take turns, a step each, so that what else the machine does slows all of them alike.
+The models of a dtype take turns, a step each, so that what else the machine does slows all of them alike.
+
+Training magnifies rounding: two runs that differ in a last bit drift apart. How far is measured, not assumed:
+a yardstick run per dtype is nn.RMSNorm's again with the token embedding changed in its last bit.
 
 Prints a table; writes losses.png, results.json and sample.txt. About four minutes on two cores.
 """
@@ -16,12 +19,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import fusednorm
 import matplotlib
 import torch
 import torch.nn.functional as F
@@ -29,46 +33,32 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
-import fusednorm
-
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend that needs no display)
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 256, 4, 128, 12
+LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 4, 256, 4, 128, 8
 LEARNING_RATE, WARMUP = 1.5e-3, 20
-SEED, VAL_BATCHES, TAIL, PROFILED_STEPS = 1, 8, 20, 5
-# eps is given to all, for nn.RMSNorm's default depends on the dtype.
-NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "nn.LayerNorm": partial(nn.LayerNorm, eps=1e-5),
-    "fusednorm.LayerNorm": partial(fusednorm.LayerNorm, eps=1e-5),
-    "nn.RMSNorm": partial(nn.RMSNorm, eps=1e-5),
-    "fusednorm.RMSNorm": partial(fusednorm.RMSNorm, eps=1e-5),
+SEED, VAL_BATCHES, TAIL, PROFILED_STEPS = 1, 8, 20, 7
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "nn.LayerNorm": nn.LayerNorm,
+    "fusednorm.LayerNorm": fusednorm.LayerNorm,
+    "nn.RMSNorm": nn.RMSNorm,
+    "fusednorm.RMSNorm": fusednorm.RMSNorm,
 }
+EPS = 1e-5  # given to all, for RMSNorm's default is another
+YARDSTICK = "nn.RMSNorm, last bit"
+# A yardstick is a single sample of the drift: differences up to this many times its own count as rounding.
+SAME = 4.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class MarkedNorm(nn.Module):
-    """A norm whose forward the profiler can find, whatever operators it is made of."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-        self.marked = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.marked:  # the mark itself takes time, so training goes without
-            return self.norm(x)
-        with record_function("norm_forward"):
-            return self.norm(x)
 
 
 class Block(nn.Module):
     """Attention and a feed-forward layer, each behind its norm and added to what came in."""
 
-    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, norm: Callable[..., nn.Module]) -> None:
         super().__init__()
-        self.norm1, self.norm2 = MarkedNorm(norm(WIDTH)), MarkedNorm(norm(WIDTH))
+        self.norm1, self.norm2 = norm(WIDTH, eps=EPS), norm(WIDTH, eps=EPS)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
@@ -83,14 +73,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A pre-norm GPT over characters; `norm` makes its norms from their width."""
+    """A pre-norm GPT over characters; `norm` is its norms' class."""
 
-    def __init__(self, vocabulary: int, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, vocabulary: int, norm: Callable[..., nn.Module]) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
         self.blocks = nn.Sequential(*[Block(norm) for _ in range(LAYERS)])
-        self.norm = MarkedNorm(norm(WIDTH))
+        self.norm = norm(WIDTH, eps=EPS)
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # leaves the norms as they are; smaller where the residual adds up
@@ -134,7 +124,11 @@ class Run:
     @classmethod
     def start(cls, norm: str, dtype: str, vocabulary: int, device: torch.device) -> "Run":
         torch.manual_seed(SEED)  # norms draw no random numbers: the weights are the same in all models
-        model = GPT(vocabulary, NORMS[norm]).to(device, DTYPES[dtype])
+        model = GPT(vocabulary, NORMS["nn.RMSNorm" if norm == YARDSTICK else norm]).to(device, DTYPES[dtype])
+        if norm == YARDSTICK:
+            with torch.no_grad():
+                weight = model.tokens.weight
+                weight *= 1 + torch.finfo(weight.dtype).eps * torch.randn_like(weight).sign()
         return cls(norm, dtype, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -157,7 +151,7 @@ def train(runs: list[Run], corpus: Corpus, steps: int) -> None:
     """Trains the models in turns, with a progress bar each; a few plain lines where there is no terminal."""
     terminal = sys.stderr.isatty()
     bars = [
-        tqdm(total=steps, desc=f"{r.norm:19} {r.dtype}", position=i, disable=not terminal, unit="step")
+        tqdm(total=steps, desc=f"{r.norm:20} {r.dtype}", position=i, disable=not terminal, unit="step")
         for i, r in enumerate(runs)
     ]
     batches = corpus.batches(corpus.train, SEED)
@@ -184,23 +178,267 @@ def norm_seconds(profiler: profile, cuda: bool) -> float:
 
     Forward: the operators right inside a "norm_forward" mark. Backward: autograd's nodes that those operators
     made. Autograd numbers its nodes one after the other, and an operator's event has the next free number as
-    it starts; so a norm's nodes are those from its first operator's number up to the next operator's.
+    it starts; so a norm's nodes run from its first operator's number up to that of the operator after it.
     A node's time includes adding its gradient to the residual branch's, which comes with every norm alike.
     """
-    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    spent: Callable[[Any], float] = lambda e: (e.device_time_total if cuda else e.cpu_time_total) / 1e6  # noqa: E731
-    forward, nodes, inside, first = 0.0, set[int](), False, 0
-    for event in events:
-        if event.device_type != torch.autograd.DeviceType.CPU:
-            continue
-        in_mark = event.cpu_parent is not None and event.cpu_parent.name == "norm_forward"
-        if in_mark:
-            forward += spent(event)
-            if not inside:
-                inside, first = True, event.sequence_nr
-        elif inside and event.cpu_parent is None and event.sequence_nr >= 0:
+
+    def spent(event: Any) -> float:
+        return (event.device_time_total if cuda else event.cpu_time_total) / 1e6
+
+    total, nodes, first = 0.0, set[int](), -1
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+        if event.cpu_parent is not None and event.cpu_parent.name == "norm_forward":
+            total += spent(event)
+            first = event.sequence_nr if first < 0 else first
+        elif first >= 0 and event.cpu_parent is None and event.sequence_nr >= 0:
             nodes.update(range(first, event.sequence_nr))
-            inside = False
-            # A norm may follow at once
-    backward = [e for e in events if e.name.startswith("autograd::engine::evaluate_function: ")]
-    return forward + sum(spent(e) for e in backward if e.sequence_nr in nodes)
+            first = -1
+        elif event.name.startswith("autograd::engine::evaluate_function: ") and event.sequence_nr in nodes:
+            total += spent(event)
+    return total
+
+
+@contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Keeps away what torch's profiler writes to the error stream each time; errors still raise."""
+    sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
+
+
+def profile_norms(runs: list[Run], batches: Iterator[tuple[Tensor, Tensor]], cuda: bool) -> None:
+    """Measures the norms' part of a training step with the profiler, the models again in turns."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
+    samples: list[list[tuple[float, float]]] = [[] for _ in runs]
+    for module in [module for run in runs for module in run.model.modules()]:
+        if isinstance(module, tuple(NORMS.values())):
+            # Lets the profiler find a norm's forward, whatever operators it is made of.
+            module.forward = record_function("norm_forward")(module.forward)
+    for _ in range(PROFILED_STEPS):
+        batch = next(batches)
+        for run, sample in zip(runs, samples, strict=True):
+            with quiet_stderr(), profile(activities=activities) as profiler:
+                _, seconds = run.step(batch)
+            sample.append((norm_seconds(profiler, cuda), seconds))
+    for run, sample in zip(runs, samples, strict=True):
+        # The least of several: what disturbs a step only ever adds to it.
+        norms, steps = (min(column) for column in zip(*sample, strict=True))
+        run.results |= {"norm_ms_per_step": 1e3 * norms, "norm_share": norms / steps}
+
+
+@torch.no_grad()
+def validate(run: Run, corpus: Corpus) -> float:
+    batches = corpus.batches(corpus.val, SEED)
+    return statistics.fmean(run.loss(next(batches)).item() for _ in range(VAL_BATCHES))
+
+
+def apart(a: list[float], b: list[float]) -> list[float]:
+    return [abs(x - y) for x, y in zip(a, b, strict=True)]
+
+
+def measure(runs: list[Run], corpus: Corpus) -> None:
+    """Fills in the results of a dtype's trained models."""
+    losses = {run.norm: run.losses for run in runs}
+    for run in runs:
+        run.results["tokens_per_second"] = BATCH * CONTEXT / statistics.median(run.seconds)
+        run.results["train_loss"] = statistics.fmean(run.losses[-TAIL:])
+        run.results["val_loss"] = validate(run, corpus)
+        reference = losses["nn.LayerNorm" if "LayerNorm" in run.norm else "nn.RMSNorm"]
+        own = run.losses is reference
+        run.results["max_loss_difference"] = None if own else max(apart(run.losses, reference))
+    # Last, for these steps train the models on.
+    batches = corpus.batches(corpus.train, SEED + 1)
+    profile_norms([run for run in runs if run.norm != YARDSTICK], batches, corpus.train.is_cuda)
+
+
+@torch.no_grad()
+def generate(model: GPT, corpus: Corpus, count: int) -> str:
+    """Text from the model, character by character, starting on a new line."""
+    generator = torch.Generator().manual_seed(SEED)
+    ids = [corpus.alphabet.index("\n") if "\n" in corpus.alphabet else 0]
+    for _ in range(count):
+        context = torch.tensor([ids[-CONTEXT:]], device=model.head.weight.device)
+        chances = (model(context)[0, -1] / 0.8).softmax(-1).cpu()
+        ids.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return "".join(corpus.alphabet[i] for i in ids[1:])
+
+
+def table(runs: list[Run]) -> str:
+    """The results as aligned text."""
+    columns = {
+        "tokens/s": ("tokens_per_second", ".0f"),
+        "norms ms/step": ("norm_ms_per_step", ".2f"),
+        "norms share": ("norm_share", ".1%"),
+        "train loss": ("train_loss", ".4f"),
+        "val loss": ("val_loss", ".4f"),
+        "largest difference": ("max_loss_difference", ".1e"),
+    }
+    lines = [f"{'norm':20}  {'dtype':5}  " + "  ".join(columns)]
+    for run in runs:
+        values = [(run.results.get(key), form, len(name)) for name, (key, form) in columns.items()]
+        cells = [("-" if value is None else format(value, form)).rjust(n) for value, form, n in values]
+        lines.append("  ".join([f"{run.norm:20}", f"{run.dtype:5}", *cells]))
+    return "\n".join(lines)
+
+
+def verdict(runs: list[Run], dtype: str) -> str:
+    """Whether a dtype's losses with our norms follow torch's within rounding, in a line."""
+    mine = {run.norm: run for run in runs if run.dtype == dtype}
+    if not all(math.isfinite(loss) for run in mine.values() for loss in run.losses):
+        return f"{dtype}: a loss is not finite; training failed"
+    largest = max(r.results["max_loss_difference"] for r in mine.values() if r.norm.startswith("fusednorm"))
+    drift = mine[YARDSTICK].results["max_loss_difference"]
+    last_place = torch.finfo(torch.float32).eps * max(mine[YARDSTICK].losses)  # a short run may not drift
+    answer = "follow" if largest <= SAME * max(drift, last_place) else "DO NOT follow"
+    return (
+        f"{dtype}: losses with our norms {answer} torch's within rounding: largest difference {largest:.1e}; "
+        f"torch from itself, an embedding's last bit changed: {drift:.1e}"
+    )
+
+
+def plot(runs: list[Run], file: Path) -> None:
+    """Loss curves, torch's and ours on the same axes, above their absolute difference."""
+
+    def drawable(a: list[float], b: list[float]) -> list[float]:
+        return [max(difference, 1e-8) for difference in apart(a, b)]  # a log axis has no 0
+
+    figure, axes = plt.subplots(
+        2, len(DTYPES), figsize=(13, 8), sharex=True, sharey="row", layout="constrained", height_ratios=[3, 2]
+    )
+    for (curves, differences), dtype in zip(axes.T, DTYPES, strict=True):
+        mine = {run.norm: run.losses for run in runs if run.dtype == dtype}
+        steps = range(1, len(mine[YARDSTICK]) + 1)
+        for kind, color in ("LayerNorm", "tab:blue"), ("RMSNorm", "tab:orange"):
+            theirs, ours = mine[f"nn.{kind}"], mine[f"fusednorm.{kind}"]
+            # Wide and pale below, thin and dashed above: both show where they overlap.
+            curves.plot(steps, theirs, color=color, alpha=0.35, linewidth=5, label=f"nn.{kind}")
+            curves.plot(steps, ours, color=color, linestyle="--", linewidth=1.2, label=f"fusednorm.{kind}")
+            label = f"fusednorm.{kind} - nn.{kind}"
+            differences.plot(steps, drawable(theirs, ours), color=color, linewidth=1.2, label=label)
+        drift = drawable(mine["nn.RMSNorm"], mine[YARDSTICK])
+        label = "nn.RMSNorm - itself, an embedding's last bit changed"
+        differences.plot(steps, drift, color="black", linestyle=":", linewidth=1.2, label=label)
+        differences.set_yscale("log")
+        curves.set_title(f"{dtype}: training loss")
+        differences.set(title="absolute difference of the losses (0 is drawn at 1e-8)", xlabel="step")
+        for axis in curves, differences:
+            axis.grid(alpha=0.3)
+            axis.legend(loc="upper right" if axis is curves else "lower right", fontsize=9)
+    axes[0, 0].set_ylabel("cross-entropy (nats per character)")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), "")
+    return {
+        "cpu": cpu or platform.processor(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "fusednorm": fusednorm.build_info(),
+    }
+
+
+def positive(value: str) -> int:
+    if not value.isdigit() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of 1 or more")
+    return int(value)
+
+
+def usable_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{name!r} is not available here; try cpu ({reason})") from error
+    if device.type == "cuda" and fusednorm.build_info()["cuda"] is None:
+        raise argparse.ArgumentTypeError("this fusednorm was built without CUDA; rebuild it with, or use cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"fusednorm has no kernels for {device.type!r}; use cpu or cuda")
+    return device
+
+
+def read_text(file: Path | None) -> str:
+    """The user's text, or the standard library's help topics: English that is on every machine."""
+    if file is None:
+        return "\n".join(topics[name] for name in sorted(topics))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SystemExit(f"demo.py: --text: cannot read {file}: {error.strerror}; name another") from error
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"demo.py: --text: {file} is not UTF-8 text ({error}); convert it first") from error
+    if len(text) < 10 * (CONTEXT + 2):  # the last tenth has to hold a context and the character after it
+        raise SystemExit(
+            f"demo.py: --text: {file} has {len(text)} characters, too few for a context of {CONTEXT}: "
+            f"at least {10 * (CONTEXT + 2)} are needed, some 100,000 are better"
+        )
+    return text
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--steps", type=positive, default=180, metavar="N", help="steps of each run (default: %(default)s)")
+    add("--text", type=Path, metavar="FILE", help="UTF-8 text to train on (default: Python's help topics)")
+    add("--device", type=usable_device, default="cpu", help="cpu or cuda (default: %(default)s)")
+    add("--out", type=Path, default=ROOT / "build/demo", metavar="DIR", help="where to write (build/demo)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    start = time.perf_counter()
+    args = arguments()
+    text = read_text(args.text)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"demo.py: --out: cannot make the folder {args.out}: {error.strerror}") from error
+    alphabet = sorted(set(text))
+    number = {character: i for i, character in enumerate(alphabet)}
+    ids = torch.tensor([number[character] for character in text], device=args.device)
+    split = len(ids) * 9 // 10
+    corpus = Corpus(alphabet, ids[:split], ids[split:])
+    print(f"{len(text)} characters, {len(alphabet)} different; {args.steps} steps of {BATCH} x {CONTEXT}")
+
+    runs: list[Run] = []
+    for dtype in DTYPES:
+        turn = [Run.start(norm, dtype, len(alphabet), args.device) for norm in [*NORMS, YARDSTICK]]
+        train(turn, corpus, args.steps)
+        measure(turn, corpus)
+        runs += turn
+    sampler = next(run for run in runs if (run.norm, run.dtype) == ("fusednorm.RMSNorm", "fp32"))
+    sample = generate(sampler.model, corpus, 400)
+
+    (args.out / "sample.txt").write_text(sample, encoding="utf-8")
+    plot(runs, args.out / "losses.png")
+    verdicts = {dtype: verdict(runs, dtype) for dtype in DTYPES}
+    keys = "norm", "dtype", "losses", "seconds"
+    results = {
+        "machine": machine(args.device),
+        "settings": {"steps": args.steps, "batch": BATCH, "context": CONTEXT, "width": WIDTH},
+        "runs": [run.results | {key: getattr(run, key) for key in keys} for run in runs],
+        "verdicts": verdicts,
+        "seconds": time.perf_counter() - start,
+    }
+    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{table(runs)}\n\nText from the fp32 model with fusednorm.RMSNorm:\n{sample[:200]}\n")
+    print(f"{results['seconds']:.0f} s; wrote losses.png, results.json and sample.txt to {args.out}")
+    print("\n".join(verdicts.values()))
+
+
+if __name__ == "__main__":
+    main()

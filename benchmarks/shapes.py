@@ -159,6 +159,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
         metavar="DIR",
         help="for norms.json and norms.png",
     )
+    add("--default-malloc", action="store_true", help="let malloc return freed memory: times page faults too")
     add("--markdown", action="store_true", help="print the README's tables in place of the plain one")
     add("--from-json", type=Path, metavar="FILE", help="with --markdown: print a stored run, measure nothing")
     args = parser.parse_args()
@@ -168,7 +169,9 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
             parser.error("--from-json needs --markdown")
         try:
             args.stored = json.loads(args.from_json.read_text())
-            args.stored["results"][0]["ms"]["ours"]
+            missing = {"cpu", "torch", "date", "keeps_memory", "results"} - set(args.stored)
+            if missing:
+                raise LookupError(f"no {', '.join(sorted(missing))}")
         except (OSError, ValueError, LookupError, TypeError) as error:
             parser.error(f"--from-json: {args.from_json} is no stored run: {error!r}")
     return args

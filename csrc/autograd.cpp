@@ -133,17 +133,40 @@ struct CompositeBackend {
 // ---- The nodes
 // -----------------------------------------------------------------------------------------
 
+using Mask = std::array<bool, 3>;
+
+/// What a backward needs to know apart from tensors.
+struct BackwardConstants {
+  Norm norm;
+  std::optional<at::ScalarType> bias_dtype;
+
+  variable_list gradients(const Tensor& grad_output, const Tensor& input,
+                          c10::SymIntArrayRef normalized_shape, const Tensor& mean,
+                          const Tensor& rstd, const Tensor& weight, Mask mask) const {
+    OptionalTensor bias;
+    if (mask[2] && bias_dtype != (weight.defined() ? weight : input).scalar_type()) {
+      // Only its dtype is read: one element, expanded.
+      bias = at::empty({1}, input.options().dtype(*bias_dtype)).expand_symint(normalized_shape);
+    }
+    auto [grad_input, grad_weight, grad_bias] = dispatch_backward(
+        norm, {grad_output, input, normalized_shape, mean, rstd,
+               weight.defined() ? OptionalTensor(weight) : std::nullopt, bias, mask});
+    return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+  }
+};
+
 /// The backward of both norms. Keeps the input, the weight and the row statistics, nothing else.
 class RowNormBackward : public torch::autograd::Node {
  public:
   RowNormBackward(const Norm& norm, const ForwardInputs& in)
-      : norm_(norm),
+      : constants_{norm, std::nullopt},
         normalized_shape_(in.normalized_shape.begin(), in.normalized_shape.end()),
         input_(in.input, /*is_output=*/false),
         weight_(in.weight, /*is_output=*/false) {
-    norm_.op = norm.centered ? "layer_norm_backward" : "rms_norm_backward";
-    norm_.casting_mode = norm.llama() ? "llama" : "default";  // the caller's string may go away
-    if (present(in.bias)) bias_dtype_ = in.bias->scalar_type();
+    constants_.norm.op = norm.centered ? "layer_norm_backward" : "rms_norm_backward";
+    // The caller's string may go away.
+    constants_.norm.casting_mode = norm.llama() ? "llama" : "default";
+    if (present(in.bias)) constants_.bias_dtype = in.bias->scalar_type();
     set_next_edges(torch::autograd::collect_next_edges(in.input, in.weight, in.bias));
   }
 
@@ -154,27 +177,9 @@ class RowNormBackward : public torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    const Tensor& grad_output = grads[0];
-    if (!grad_output.defined()) return variable_list(3);
-    const Tensor input = input_.unpack(), weight = weight_.unpack();
-    const Tensor mean = mean_.unpack(), rstd = rstd_.unpack();
-    OptionalTensor bias;
-    const bool wants_bias = task_should_compute_output(2);
-    if (wants_bias && bias_dtype_ &&
-        *bias_dtype_ != (weight.defined() ? weight : input).scalar_type()) {
-      // Only its dtype is read: one element, expanded.
-      bias = at::empty({1}, input.options().dtype(*bias_dtype_)).expand_symint(normalized_shape_);
-    }
-    auto [grad_input, grad_weight, grad_bias] = dispatch_backward(
-        norm_, {grad_output,
-                input,
-                normalized_shape_,
-                mean,
-                rstd,
-                weight.defined() ? OptionalTensor(weight) : std::nullopt,
-                bias,
-                {task_should_compute_output(0), task_should_compute_output(1), wants_bias}});
-    return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+    if (!grads[0].defined()) return variable_list(3);
+    return constants_.gradients(grads[0], input_.unpack(), normalized_shape_, mean_.unpack(),
+                                rstd_.unpack(), weight_.unpack(), mask());
   }
 
   void release_variables() override {
@@ -183,29 +188,64 @@ class RowNormBackward : public torch::autograd::Node {
   }
 
   std::string name() const override {
-    return norm_.centered ? "LayerNormBackward" : "RmsNormBackward";
+    return constants_.norm.centered ? "LayerNormBackward" : "RmsNormBackward";
   }
+
+  // Compiled autograd: what a graph is cached by, and how this node is traced. The call goes into
+  // the graph as one function of tensors: while tracing, incoming gradients are dummies of no true
+  // shape.
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     for (const SavedVariable* saved : {&input_, &weight_, &mean_, &rstd_}) {
       args.collect(*saved, /*is_output=*/false);
     }
     args.collect(normalized_shape_);
-    args.collect(norm_.centered);
-    args.collect(norm_.eps.has_value());
-    args.collect(norm_.eps.value_or(0));
-    args.collect(norm_.weight_offset);
-    args.collect(norm_.eps_outside);
-    args.collect(norm_.unbiased);
-    args.collect(norm_.llama());
-    args.collect(bias_dtype_.value_or(at::ScalarType::Undefined));
+    const Norm& norm = constants_.norm;
+    args.collect(norm.centered);
+    args.collect(norm.eps.has_value());
+    args.collect(norm.eps.value_or(0));
+    args.collect(norm.weight_offset);
+    args.collect(norm.eps_outside);
+    args.collect(norm.unbiased);
+    args.collect(norm.llama());
+    args.collect(constants_.bias_dtype.value_or(at::ScalarType::Undefined));
   }
 
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    using torch::dynamo::autograd::IValuePacker;
     for (SavedVariable* saved : saved_variables()) swap.before(*saved);
     swap.before(normalized_shape_);
-    variable_list result = apply(variable_list(grads));
+    torch::dynamo::autograd::PackedArgs packed;
+    for (const SavedVariable* saved : saved_variables()) packed.pack(saved->unpack());
+    packed.pack(normalized_shape_);
+    const Mask wanted = mask();
+    packed.pack(std::vector<bool>(wanted.begin(), wanted.end()));
+    const std::vector<at::TypePtr> types{at::TensorType::get(),
+                                         at::TensorType::get(),
+                                         at::TensorType::get(),
+                                         at::TensorType::get(),
+                                         IValuePacker<std::vector<c10::SymInt>>::packed_type(),
+                                         IValuePacker<std::vector<bool>>::packed_type()};
+    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
+    const std::string bound = compiler->bind_function(
+        swap.get_py_compiler(), name(),
+        [constants = constants_](const variable_list& traced_grads,
+                                 const std::vector<c10::IValue>& values) {
+          torch::dynamo::autograd::PackedArgs args(values);
+          const auto input = args.unpack<Tensor>(), weight = args.unpack<Tensor>();
+          const auto mean = args.unpack<Tensor>(), rstd = args.unpack<Tensor>();
+          const auto shape = args.unpack<std::vector<c10::SymInt>>();
+          const auto wanted_list = args.unpack<std::vector<bool>>();
+          if (!traced_grads[0].defined()) return variable_list(3);
+          return constants.gradients(traced_grads[0], input, shape, mean, rstd, weight,
+                                     {wanted_list[0], wanted_list[1], wanted_list[2]});
+        },
+        types, /*is_custom_function=*/true);
+    const auto metadata = torch::dynamo::autograd::get_input_metadata(next_edges());
+    variable_list result = compiler->call_function(
+        swap.get_py_compiler(), "apply_functional", bound, grads, packed.vec(),
+        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(metadata));
     for (SavedVariable* saved : saved_variables()) swap.after(*saved);
     swap.after(normalized_shape_);
     return result;
@@ -213,10 +253,13 @@ class RowNormBackward : public torch::autograd::Node {
 
  private:
   std::array<SavedVariable*, 4> saved_variables() { return {&input_, &weight_, &mean_, &rstd_}; }
+  Mask mask() const {
+    return {task_should_compute_output(0), task_should_compute_output(1),
+            task_should_compute_output(2)};
+  }
 
-  Norm norm_;
+  BackwardConstants constants_;
   std::vector<c10::SymInt> normalized_shape_;
-  std::optional<at::ScalarType> bias_dtype_;
   SavedVariable input_, weight_, mean_, rstd_;
 };
 
