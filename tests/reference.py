@@ -54,9 +54,7 @@ def rms_norm(
         eps = 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
     dims = _dims(x, normalized_dims)
     x = x.double()
-    return _affine(
-        x / (x.square().mean(dims, keepdim=True) + eps).sqrt(), weight, None, weight_offset
-    )
+    return _affine(x / (x.square().mean(dims, keepdim=True) + eps).sqrt(), weight, None, weight_offset)
 
 
 def unit(dtype: torch.dtype) -> float:

@@ -14,9 +14,7 @@ from torch import Tensor
 
 def _problem(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     cols = shape[-1]
-    return tuple(
-        torch.randn(s, dtype=torch.float64).to(dtype) for s in (shape, (cols,), (cols,), shape)
-    )  # type: ignore[return-value]
+    return tuple(torch.randn(s, dtype=torch.float64).to(dtype) for s in (shape, (cols,), (cols,), shape))  # type: ignore[return-value]
 
 
 def _grads(norm: NormUnderTest, x: Tensor, w: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, ...]:
@@ -89,9 +87,13 @@ def test_strides(norm: NormUnderTest, dtype: torch.dtype) -> None:
         assert torch.equal(strided, x)
         result = norm(strided, w, b)
         assert torch.equal(result, y) and result.is_contiguous(), name
-        assert all(torch.equal(a, e) for a, e in zip(_grads(norm, strided, w, b, g), grads, strict=True)), name
+        assert all(torch.equal(a, e) for a, e in zip(_grads(norm, strided, w, b, g), grads, strict=True)), (
+            name
+        )
     for name, strided in _strided_views(g).items():
-        assert all(torch.equal(a, e) for a, e in zip(_grads(norm, x, w, b, strided), grads, strict=True)), name
+        assert all(torch.equal(a, e) for a, e in zip(_grads(norm, x, w, b, strided), grads, strict=True)), (
+            name
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 6), (4, 1), (1, 1)])
@@ -145,9 +147,13 @@ def test_parameter_gradients_accumulate_in_fp32(dtype: torch.dtype, rows: int, t
         g = torch.ones(rows, 2, dtype=dtype)
         _, dw, db = _grads(NORMS[0], torch.tensor([[1.0, 3.0]], dtype=dtype).repeat(rows, 1), w, b, g)
         assert db.tolist() == [rows, rows]
-        assert dw.double().tolist() == pytest.approx([-rows, rows], rel=1e-5 if dtype != parameter_dtype else 4e-3)
+        assert dw.double().tolist() == pytest.approx(
+            [-rows, rows], rel=1e-5 if dtype != parameter_dtype else 4e-3
+        )
         _, dw = _grads(NORMS[1], torch.ones(rows, 2, dtype=dtype), w, b, g)
-        assert dw.double().tolist() == pytest.approx([rows, rows], rel=1e-5 if dtype != parameter_dtype else 4e-3)
+        assert dw.double().tolist() == pytest.approx(
+            [rows, rows], rel=1e-5 if dtype != parameter_dtype else 4e-3
+        )
 
 
 # ---- 4: only what is asked for -----------------------------------------------------------------------

@@ -13,7 +13,32 @@ from reference import DTYPES, HALVES, ulps
 from torch import Tensor
 
 # Around vectors (2 to 16 lanes), the unrolled step, the sum block (up to 1024), and far from a power of 2.
-COLS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 257, 1023, 1024, 1025, 4097, 8191, 8193]
+COLS = [
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    33,
+    63,
+    65,
+    127,
+    129,
+    255,
+    257,
+    1023,
+    1024,
+    1025,
+    4097,
+    8191,
+    8193,
+]
 # fp32: the statistics' own error. fp64: twice that, since the reference is rounded as often (the C++ tests
 # hold fp64 to 4 against long double). 16 bits: one rounding, at the store.
 FORWARD_ULPS = {torch.float64: 8.0, torch.float32: 4.0, torch.bfloat16: 1.0, torch.float16: 1.0}
@@ -46,7 +71,9 @@ def check_gradients(norm: NormUnderTest, x: Tensor, weight: Tensor, bias: Tensor
     expected = torch.autograd.grad(norm.reference(*wide, *[None] * (3 - len(wide)), **kw), wide, g.double())
 
     with torch.no_grad():
-        x_hat = norm.reference(x.double(), None, None, **{k: v for k, v in kw.items() if k != "weight_offset"})
+        x_hat = norm.reference(
+            x.double(), None, None, **{k: v for k, v in kw.items() if k != "weight_offset"}
+        )
         gain = weight.double() + kw.get("weight_offset", 0.0)
         d = x.double() - x.double().mean(-1, keepdim=True) if norm.has_bias else x.double()
         rstd = x_hat.norm(dim=-1, keepdim=True) / d.norm(dim=-1, keepdim=True).clamp_min(1e-300)
@@ -172,7 +199,9 @@ def test_single_element_rows(dtype: torch.dtype) -> None:
     norm = NORMS[0]
     value = 5e4 if dtype == torch.float16 else 3e5
     x, w, b = _leaves(
-        torch.tensor([[value]], dtype=dtype), torch.tensor([5.0], dtype=dtype), torch.tensor([-2.0], dtype=dtype)
+        torch.tensor([[value]], dtype=dtype),
+        torch.tensor([5.0], dtype=dtype),
+        torch.tensor([-2.0], dtype=dtype),
     )
     y = norm(x, w, b)
     dx, dw, db = torch.autograd.grad(y, (x, w, b), torch.ones_like(y))
@@ -336,7 +365,9 @@ def test_llama_casting_mode(dtype: torch.dtype, cols: int) -> None:
     dx, dw = torch.autograd.grad(NORMS[1](xr, wr, None, casting_mode="llama"), (xr, wr), g)
     x_hat = _llama(x, torch.ones_like(weight), 1e-6).double()
     expected = (g.double() * x_hat).sum(0)
-    assert ((dw.double() - expected).abs() <= 2 * reference.unit(dtype) * (g.double() * x_hat).abs().sum(0)).all()
+    assert (
+        (dw.double() - expected).abs() <= 2 * reference.unit(dtype) * (g.double() * x_hat).abs().sum(0)
+    ).all()
     plain = torch.autograd.grad(NORMS[1](xr, wr, None), xr, g)[0]
     assert torch.equal(dx, plain)
 

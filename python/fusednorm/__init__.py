@@ -7,6 +7,7 @@ the functions; ``torch.ops.fusednorm`` the operators, which C++ programs reach t
 from fusednorm import _load as _load  # first: loads the library, or says why it cannot
 from fusednorm import functional
 from fusednorm._load import build_info, cmake_prefix_path, library_path
+from fusednorm.decompositions import decompositions
 from fusednorm.modules import LayerNorm, RMSNorm
 
 __version__: str = _load.VERSION
@@ -16,6 +17,7 @@ __all__ = [
     "RMSNorm",
     "build_info",
     "cmake_prefix_path",
+    "decompositions",
     "functional",
     "library_path",
 ]

@@ -76,9 +76,7 @@ def register() -> None:
         **_: Any,
     ) -> Any:
         parameters = [_present(weight, Replicate()), _present(bias, Replicate())]
-        return backward_rule(
-            input, normalized_shape, output_mask, ["rows", "rows", *parameters, None, None]
-        )
+        return backward_rule(input, normalized_shape, output_mask, ["rows", "rows", *parameters, None, None])
 
     @register_sharding(ops.rms_norm_backward.default)  # type: ignore[untyped-decorator]
     def _rms_norm_backward(

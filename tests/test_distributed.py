@@ -1,0 +1,114 @@
+"""DTensor, SequenceParallel, DDP and FSDP2 on two gloo processes (field reports B70, B72)."""
+
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from conftest import NORMS, NormUnderTest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+WORLD = 2
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _start(rank: int, port: int, check: Callable[..., None], norm_name: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    try:
+        torch.manual_seed(0)  # the same tensors everywhere
+        check(next(norm for norm in NORMS if norm.name == norm_name))
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(check: Callable[..., None], norm: NormUnderTest) -> None:
+    mp.spawn(_start, args=(_free_port(), check, norm.name), nprocs=WORLD, join=True)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _expected(module: nn.Module, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x = x.clone().requires_grad_()
+    y = module(x)
+    return y, list(torch.autograd.grad(y, [x, *module.parameters()], g))
+
+
+def _check_dtensor(norm: NormUnderTest) -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    x, g = torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+    plain = norm.module(8)
+    y, grads = _expected(plain, x, g)
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        module = distribute_module(norm.module(8), mesh)
+        dx = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        out = module(dx)
+        if placement in (Shard(0), Shard(1)):
+            assert out.placements == (placement,)  # rows stay where they are
+        torch.testing.assert_close(_whole(out), y)
+        out.backward(distribute_tensor(g, mesh, [placement]))
+        for got, want in zip([dx.grad, *(p.grad for p in module.parameters())], grads, strict=True):
+            torch.testing.assert_close(_whole(got), want)
+        with torch.no_grad():
+            torch.testing.assert_close(_whole(module(dx)), y)
+
+
+def _check_sequence_parallel(norm: NormUnderTest) -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    x, g = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    y, grads = _expected(norm.module(8), x, g)
+    model = nn.Sequential(norm.module(8))
+    parallelize_module(model, mesh, {"0": SequenceParallel()})
+    out = model(distribute_tensor(x, mesh, [Shard(1)]))
+    assert out.placements == (Shard(1),)
+    out.backward(distribute_tensor(g, mesh, [Shard(1)]))
+    for p, want in zip(model.parameters(), grads[1:], strict=True):
+        torch.testing.assert_close(_whole(p.grad), want)
+
+
+def _check_data_parallel(norm: NormUnderTest) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), norm.module(8))
+    x = torch.randn(WORLD, 3, 4)
+    model(x.flatten(0, 1)).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    parallel(x[dist.get_rank()]).square().mean().backward()
+    for p, want in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, want)
+
+
+def _check_fsdp(norm: NormUnderTest) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), norm.module(8), nn.Linear(8, 4))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mp_policy=policy)
+    model(torch.randn(3, 4)).float().sum().backward()
+    for p in model.parameters():
+        assert p.grad is not None and p.grad.dtype == torch.float32
+        assert _whole(p.grad).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [_check_dtensor, _check_sequence_parallel, _check_data_parallel, _check_fsdp],
+    ids=lambda f: f.__name__,
+)
+def test_two_processes(norm: NormUnderTest, check: Callable[..., None]) -> None:
+    _run(check, norm)

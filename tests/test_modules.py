@@ -1,0 +1,128 @@
+"""The modules as replacements of torch's: state, construction, representation, options."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from conftest import NormUnderTest
+from torch import nn
+
+import fusednorm
+
+
+def _variants(norm: NormUnderTest) -> list[dict]:
+    common = [{}, {"elementwise_affine": False}, {"eps": 1e-3}]
+    return common + ([{"bias": False}] if norm.has_bias else [])
+
+
+def test_state_dict_both_ways(norm: NormUnderTest) -> None:
+    """Field report B44."""
+    for kw in _variants(norm):
+        for shape in (8, (2, 4)):
+            ours, theirs = norm.module(shape, **kw), norm.torch_module(shape, **kw)
+            assert list(ours.state_dict()) == list(theirs.state_dict())
+            with torch.no_grad():
+                for p in theirs.parameters():
+                    p.normal_()
+            ours.load_state_dict(theirs.state_dict(), strict=True)
+            theirs.load_state_dict(ours.state_dict(), strict=True)
+            x = torch.randn(3, 2, 4) if shape == (2, 4) else torch.randn(3, 8)
+            torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_repr_is_torchs(norm: NormUnderTest) -> None:
+    """Field report B91."""
+    for kw in _variants(norm):
+        assert repr(norm.module((4,), **kw)) == repr(norm.torch_module((4,), **kw))
+    changed = repr(norm.module(4, weight_offset=1.0, input_scale=0.5))
+    assert changed.endswith(", weight_offset=1.0, input_scale=0.5)")
+
+
+def test_they_are_torchs_classes(norm: NormUnderTest) -> None:
+    """Field report B61."""
+    module, other = norm.module(8), norm.torch_module(8)
+    assert isinstance(module, norm.torch_module) and "Norm" in type(module).__name__
+    for name in ("normalized_shape", "eps", "elementwise_affine"):
+        assert getattr(module, name) == getattr(other, name)
+    assert type(module.weight) is nn.Parameter
+    module.weight.sequence_parallel = True  # field report B42: a trainer's marker
+    assert module.to(torch.float64).weight.sequence_parallel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies(norm: NormUnderTest, dtype: torch.dtype) -> None:
+    module = norm.module(8, dtype=dtype, weight_offset=0.5, init_gain=0.25)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    x = torch.randn(3, 8, dtype=dtype)
+    for twin in (
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert repr(twin) == repr(module) and torch.equal(twin(x), module(x))
+        assert twin.weight.data_ptr() != module.weight.data_ptr()
+
+
+def test_meta_device_initialisation(norm: NormUnderTest) -> None:
+    """Field report B66."""
+    module = norm.module(8, device="meta", dtype=torch.bfloat16)
+    assert module.weight.is_meta
+    module = module.to_empty(device="cpu")
+    module.reset_parameters()
+    assert module.weight.tolist() == [1.0] * 8 and module.weight.dtype == torch.bfloat16
+    assert not norm.has_bias or module.bias.tolist() == [0.0] * 8
+    skipped = nn.utils.skip_init(norm.module, 8)
+    assert skipped.weight.shape == (8,)
+    norm.module(8, elementwise_affine=False).reset_parameters()
+
+
+def test_initial_gain(norm: NormUnderTest) -> None:
+    """The gain starts at init_gain, whatever the offset."""
+    module = norm.module(8, weight_offset=1.0, init_gain=0.1)
+    assert torch.allclose(module.weight, torch.tensor(-0.9))
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(module(x), 0.1 * norm.module(8)(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_input_scale_is_an_eps(norm: NormUnderTest, dtype: torch.dtype) -> None:
+    c = 2.0**-6  # a power of two: c * x is exact, so both sides are the same numbers
+    variants = [{}, {"eps": 1e-2}] + ([{"eps": 1e-2, "eps_outside": True}] if norm.has_bias else [])
+    for kw in variants:
+        x = torch.randn(5, 64, dtype=dtype)
+        scaled, plain = norm.module(64, input_scale=c, **kw), norm.module(64, **kw)
+        torch.testing.assert_close(scaled(x), plain(c * x))
+
+
+def test_modules_against_torchs_with_mixed_precision(norm: NormUnderTest) -> None:
+    """Field reports B60, B72: autocast on the CPU keeps the dtype; parameters get gradients of theirs."""
+    model = nn.Sequential(nn.Linear(4, 4), norm.module(4), nn.Linear(4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        h = model[1](model[0](torch.randn(3, 4)))
+        assert h.dtype == torch.bfloat16
+        y = model[2](h)
+    y.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    bf16 = norm.module(4).to(torch.bfloat16)
+    assert bf16(torch.randn(3, 4)).dtype == torch.float32
+
+
+def test_training_flag_changes_nothing(norm: NormUnderTest) -> None:
+    module, x = norm.module(8), torch.randn(3, 8)
+    assert torch.equal(module.train()(x), module.eval()(x))
+
+
+def test_build_info() -> None:
+    info = fusednorm.build_info()
+    assert set(info) == {
+        "version", "torch", "compiler", "cuda", "cuda_architectures", "torch_cpu_capability", "cpu_kernels",
+    }  # fmt: skip
+    assert info["version"] == fusednorm.__version__
+    assert torch.__version__.startswith(info["torch"].split("+")[0])
+    widest = {"DEFAULT": ["portable"], "AVX2": ["portable", "avx2"]}
+    allowed = widest.get(info["torch_cpu_capability"], ["portable", "avx2", "avx512", "avx512bf16"])
+    assert info["cpu_kernels"] in allowed
