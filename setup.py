@@ -36,13 +36,13 @@ class CMakeBuild(build_ext):
 class SourceArchive(sdist):
     """An archive of every source: what builds, what tests, what measures."""
 
-    def add_defaults(self) -> None:
-        super().add_defaults()
+    def make_distribution(self) -> None:
         self.filelist.extend(["CMakeLists.txt", "Makefile", ".clang-format"])
         for folder in ("csrc", "python/fusednorm", "tests", "benchmarks"):
             for path in (ROOT / folder).rglob("*"):
                 if path.is_file() and "__pycache__" not in path.parts:
                     self.filelist.append(str(path.relative_to(ROOT)))
+        super().make_distribution()
 
 
 setup(

@@ -20,12 +20,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fusednorm
 import matplotlib
 import torch
 import torch.nn.functional as F
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
+from torch import Tensor
+from tqdm import tqdm
+
+import fusednorm
 from shapes import (
     DIRECTIONS,
     DTYPES,
@@ -36,8 +39,6 @@ from shapes import (
     least_bytes,
     parse_arguments,
 )
-from torch import Tensor
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import reference  # noqa: E402  (the tests' float64 formulas, which no package installs)

@@ -25,13 +25,14 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import fusednorm
 import matplotlib
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
+
+import fusednorm
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend that needs no display)

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import fusednorm
+import reference
 from fusednorm import functional
 
 

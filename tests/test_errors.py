@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NORMS, NormUnderTest
 from torch import Tensor
 
 import fusednorm
+from conftest import NORMS, NormUnderTest
 
 X = torch.arange(8.0).reshape(2, 4)
 W = torch.ones(4)
@@ -75,7 +75,8 @@ def _cases(norm: NormUnderTest) -> Iterator[tuple[str, tuple[Any, ...], dict[str
             r"unbiased: expected rows of at least 2 elements",
         )
     else:
-        yield "casting", (X, [4], W), {"casting_mode": "gemma"}, r'casting_mode: expected "default" or "llama", got "gemma"'  # fmt: skip
+        message = r'casting_mode: expected "default" or "llama", got "gemma"'
+        yield "casting", (X, [4], W), {"casting_mode": "gemma"}, message
 
 
 ROUTES = ("functional", "op", "op_forward", "op_backward")

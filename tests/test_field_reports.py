@@ -9,11 +9,11 @@ import os
 
 import pytest
 import torch
-from conftest import NORMS, NormUnderTest
-from reference import ulps
 from torch import Tensor
 
 import fusednorm
+from conftest import NORMS, NormUnderTest
+from reference import ulps
 
 LN, RMS = NORMS
 

@@ -7,9 +7,10 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
+
 from conftest import NormUnderTest
 from reference import DTYPES
-from torch import Tensor
 
 
 def _problem(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

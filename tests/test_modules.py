@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from conftest import NormUnderTest
 from torch import nn
 
 import fusednorm
+from conftest import NormUnderTest
 
 
 def _variants(norm: NormUnderTest) -> list[dict]:

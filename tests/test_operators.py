@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from conftest import NORMS, NormUnderTest
-from reference import DTYPES, ulps
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.optests import opcheck
+
+from conftest import NORMS, NormUnderTest
+from reference import DTYPES, ulps
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "layer_norm": [{}, {"weight_offset": 1.0}, {"eps_outside": True, "unbiased": True}],

@@ -107,9 +107,10 @@ def test_import_errors_say_what_to_do(installed: Path, tmp_path: Path) -> None:
 
     built.write_text(stamp)
     content = library.read_bytes()
-    library.write_bytes(content[:1000])
-    error = _import(installed, tmp_path).stderr
-    assert "ImportError: fusednorm: cannot load" in error and "rebuild" in error
+    for damaged in (b"", b"no library", content[:1000], content[: len(content) // 2]):
+        library.write_bytes(damaged)
+        error = _import(installed, tmp_path).stderr
+        assert "ImportError: fusednorm: cannot load" in error and "is damaged" in error and "rebuild" in error
 
     library.unlink()
     error = _import(installed, tmp_path).stderr

@@ -6,11 +6,12 @@ Run for every instruction set the machine has (ctest sets ATEN_CPU_CAPABILITY).
 import math
 
 import pytest
-import reference
 import torch
+from torch import Tensor
+
+import reference
 from conftest import NormUnderTest
 from reference import DTYPES, HALVES, ulps
-from torch import Tensor
 
 # Around vectors (2 to 16 lanes), the unrolled step, the sum block (up to 1024), and far from a power of 2.
 COLS = [
@@ -224,7 +225,10 @@ def test_extreme_rows(norm: NormUnderTest, scale: float) -> None:
 
 def test_extreme_rows_of_other_dtypes(norm: NormUnderTest) -> None:
     x = torch.tensor([[2.0, -2.0, 1.0, 0.5]], dtype=torch.float64)
-    for dtype, scale in [(torch.float64, 1e200), (torch.float64, 1e-200), (torch.float64, 1e-310), (torch.bfloat16, 1e30), (torch.bfloat16, 1e-30)]:  # fmt: skip
+    cases = [(torch.float64, s) for s in (1e200, 1e-200, 1e-310)] + [
+        (torch.bfloat16, s) for s in (1e30, 1e-30)
+    ]
+    for dtype, scale in cases:
         # Powers of two scale exactly, and with eps 0 the output does not depend on the scale.
         factor = 2.0 ** round(math.log2(scale))
         scaled = (x * factor).to(dtype)

@@ -4,6 +4,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -101,8 +105,24 @@ struct Rows {
   }
 };
 
+// Fresh memory of many MiB is mapped page by page as it is first written, which takes longer than
+// the norm itself (8192 x 4096 fp32: HUGEPAGE_FACTOR). Where the system gives huge pages on
+// request, ask.
+constexpr size_t kHugeBytes = 4 << 20;
+
 Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
-  return Tensor(at::detail::empty_cpu(sizes, dtype));
+  Tensor tensor(at::detail::empty_cpu(sizes, dtype));
+#if defined(__linux__)
+  if (tensor.nbytes() >= kHugeBytes) {
+    constexpr uintptr_t kPage = 4096;
+    const auto begin =
+        (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + (kPage - 1)) & ~(kPage - 1);
+    const auto end =
+        (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + tensor.nbytes()) & ~(kPage - 1);
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a wish: may be refused
+  }
+#endif
+  return tensor;
 }
 
 /// A weight or bias in the accumulation type with `offset` added: itself where that changes

@@ -32,6 +32,17 @@ def _built() -> types.ModuleType:
         ) from error
 
 
+def _check_whole(path: str) -> None:
+    """Raises OSError for a truncated library: the loader would end the process with SIGBUS."""
+    with open(path, "rb") as file:
+        header = file.read(64)
+        size = file.seek(0, 2)
+    number = [int.from_bytes(header[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62))]
+    end_of_section_table = number[0] + number[1] * number[2]  # it stands last in the file
+    if header[:4] != b"\x7fELF" or size < end_of_section_table:
+        raise OSError(f"the file is damaged ({size} bytes)")
+
+
 def _load() -> types.ModuleType:
     built_for = _built().TORCH_VERSION
     if _minor(built_for) != _minor(torch.__version__):
@@ -40,7 +51,9 @@ def _load() -> types.ModuleType:
             f"library with torch's C++ interface fits one minor version only; {_REBUILD}"
         )
     try:
-        torch.ops.load_library(library_path)
+        _check_whole(library_path)
+        loader: Any = torch.ops
+        loader.load_library(library_path)
         return importlib.import_module("fusednorm._C")
     except (ImportError, OSError) as error:
         raise ImportError(

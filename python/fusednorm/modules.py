@@ -65,7 +65,7 @@ class LayerNorm(nn.LayerNorm):
         self.unbiased = unbiased
         self.init_gain = init_gain
         self.input_scale = input_scale
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def reset_parameters(self) -> None:
         """Sets the weight to ``init_gain - weight_offset`` and the bias to 0."""
@@ -139,7 +139,7 @@ class RMSNorm(nn.RMSNorm):
         self.casting_mode = casting_mode
         self.init_gain = init_gain
         self.input_scale = input_scale
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
         """Sets the weight to ``init_gain - weight_offset``."""
