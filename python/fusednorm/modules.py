@@ -65,7 +65,8 @@ class LayerNorm(nn.LayerNorm):
         self.unbiased = unbiased
         self.init_gain = init_gain
         self.input_scale = input_scale
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        shape: Any = normalized_shape  # torch's own annotation differs between versions
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
 
     def reset_parameters(self) -> None:
         """Sets the weight to ``init_gain - weight_offset`` and the bias to 0."""
@@ -139,7 +140,8 @@ class RMSNorm(nn.RMSNorm):
         self.casting_mode = casting_mode
         self.init_gain = init_gain
         self.input_scale = input_scale
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        shape: Any = normalized_shape  # torch's own annotation differs between versions
+        super().__init__(shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
         """Sets the weight to ``init_gain - weight_offset``."""
