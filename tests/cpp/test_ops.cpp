@@ -22,8 +22,10 @@ std::string error_of(const std::function<void()>& f) {
 
 TEST(Ops, GradientsReachEveryInput) {
   // field report B01: every route keeps the graph.
-  const Tensor x = at::tensor({1.f, 2, 4, 3, 0, 5, 2, 1}).reshape({1, 2, 4}).requires_grad_();
-  const Tensor c = at::tensor({1.f, 2, -1, 3});  // else the gradient of x is 0, as LayerNorm's is
+  const Tensor x =
+      at::tensor({1.f, 2.f, 4.f, 3.f, 0.f, 5.f, 2.f, 1.f}).reshape({1, 2, 4}).requires_grad_();
+  const Tensor c =
+      at::tensor({1.f, 2.f, -1.f, 3.f});  // else the gradient of x is 0, as LayerNorm's is
   const Tensor w = at::ones({4}).requires_grad_(), b = at::zeros({4}).requires_grad_();
   const Tensor y = fusednorm::layer_norm(x, {4}, w, b);
   ASSERT_TRUE(y.requires_grad());
