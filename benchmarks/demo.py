@@ -394,7 +394,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--steps", type=positive, default=180, metavar="N", help="steps of each run (default: %(default)s)")
+    add("--steps", type=positive, default=160, metavar="N", help="steps of each run (default: %(default)s)")
     add("--text", type=Path, metavar="FILE", help="UTF-8 text to train on (default: Python's help topics)")
     add("--device", type=usable_device, default="cpu", help="cpu or cuda (default: %(default)s)")
     add("--out", type=Path, default=ROOT / "build/demo", metavar="DIR", help="where to write (build/demo)")
