@@ -23,8 +23,11 @@ using torch::autograd::variable_list;
 
 bool present(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
-// ---- Composites: the formulas of row_norm.h in ATen arithmetic, differentiable to any order
-// --------
+// ---- Composites: the formulas of row_norm.h in ATen arithmetic, differentiable to any order ----
+
+/// They compute in fp64: their speed matters little, and a large mean or an extreme row, for which
+/// the kernels take care in fp32, then needs none.
+constexpr at::ScalarType kComposite = at::kDouble;
 
 struct NormalizedRows {
   Tensor x_hat, rstd, deviation;  // deviation: sqrt(variance), with eps_outside only
@@ -39,11 +42,13 @@ NormalizedRows normalize_rows(const Norm& norm, const Tensor& input, size_t norm
     rows.dims.push_back(-static_cast<int64_t>(i));
     cols *= input.sym_size(-static_cast<int64_t>(i));
   }
-  const auto acc_dtype = accumulation_dtype(input.scalar_type());
-  const NormParams params = norm.params(acc_dtype);
+  const NormParams params = norm.params(accumulation_dtype(input.scalar_type()));
   rows.divisor = cols - params.ddof;
-  Tensor x = input.to(acc_dtype);
-  if (norm.centered) x = x - x.mean(rows.dims, /*keepdim=*/true);
+  Tensor x = input.to(kComposite);
+  if (norm.centered) {
+    x = x - x.mean(rows.dims, /*keepdim=*/true);
+    x = x - x.mean(rows.dims, /*keepdim=*/true);  // what the first mean's rounding left
+  }
   const Tensor variance = (x * x).sum(rows.dims, /*keepdim=*/true) / rows.divisor;
   if (params.eps_outside) {
     // At 0 the derivative of the root is taken as 0: the root of 1 is differentiated there instead.
@@ -57,9 +62,8 @@ NormalizedRows normalize_rows(const Norm& norm, const Tensor& input, size_t norm
   return rows;
 }
 
-/// weight_offset + weight in the accumulation type.
-Tensor gain_of(const Norm& norm, const Tensor& weight, at::ScalarType acc_dtype) {
-  return weight.to(acc_dtype) + norm.weight_offset;
+Tensor gain_of(const Norm& norm, const Tensor& weight) {
+  return weight.to(kComposite) + norm.weight_offset;
 }
 
 Tensor round_x_hat(const Norm& norm, const Tensor& x_hat, const Tensor& input) {
@@ -72,26 +76,24 @@ ThreeTensors composite_forward(const Norm& norm, const ForwardInputs& in,
   const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
   const auto rows = normalize_rows(norm, in.input, in.normalized_shape.size());
   Tensor output = round_x_hat(norm, rows.x_hat, in.input);
-  if (present(in.weight)) output = output * gain_of(norm, *in.weight, acc_dtype);
-  if (present(in.bias)) output = output + in.bias->to(acc_dtype);
+  if (present(in.weight)) output = output * gain_of(norm, *in.weight);
+  if (present(in.bias)) output = output + in.bias->to(kComposite);
   const auto shape = checks::leading_shape(in.input, in.normalized_shape);
   Tensor mean;
-  if (norm.centered) mean = in.input.detach().to(acc_dtype).mean(rows.dims);
+  if (norm.centered) mean = in.input.detach().to(kComposite).mean(rows.dims).to(acc_dtype);
   return {output.to(out_dtype.value_or(in.input.scalar_type())).contiguous(), mean,
-          rows.rstd.detach().reshape_symint(shape)};
+          rows.rstd.detach().reshape_symint(shape).to(acc_dtype)};
 }
 
 /// The gradients as differentiable functions of grad_output, input and weight. The statistics are
 /// computed anew: the saved ones are constants, with which second derivatives would be wrong.
 ThreeTensors composite_backward(const Norm& norm, const BackwardInputs& in) {
   checks::check_backward(norm, in);
-  const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
   const auto rows = normalize_rows(norm, in.input, in.normalized_shape.size());
-  const Tensor grad_output = in.grad_output.to(acc_dtype);
+  const Tensor grad_output = in.grad_output.to(kComposite);
   Tensor grad_input, grad_weight, grad_bias;
   if (in.output_mask[0]) {
-    const Tensor g =
-        present(in.weight) ? grad_output * gain_of(norm, *in.weight, acc_dtype) : grad_output;
+    const Tensor g = present(in.weight) ? grad_output * gain_of(norm, *in.weight) : grad_output;
     Tensor projection = (g * rows.x_hat).sum(rows.dims, /*keepdim=*/true) / rows.divisor;
     if (norm.eps_outside) {
       const Tensor zero = rows.deviation == 0;
@@ -107,7 +109,10 @@ ThreeTensors composite_backward(const Norm& norm, const BackwardInputs& in) {
     for (int64_t d = 0; d < in.input.dim() - static_cast<int64_t>(rows.dims.size()); ++d) {
       leading.push_back(d);
     }
-    return (leading.empty() ? values : values.sum(leading)).to(dtype).contiguous();
+    // A copy in any case: a single row's grad_bias must not be grad_output itself.
+    return (leading.empty() ? values : values.sum(leading))
+        .to(dtype, /*non_blocking=*/false, /*copy=*/true)
+        .contiguous();
   };
   if (in.output_mask[1]) {
     grad_weight = over_rows(grad_output * round_x_hat(norm, rows.x_hat, in.input),
@@ -130,8 +135,7 @@ struct CompositeBackend {
   }
 };
 
-// ---- The nodes
-// -----------------------------------------------------------------------------------------
+// ---- The nodes ----
 
 using Mask = std::array<bool, 3>;
 

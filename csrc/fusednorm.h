@@ -57,8 +57,8 @@ FUSEDNORM_API at::Tensor rms_norm(const at::Tensor& input, at::IntArrayRef norma
                                   const RmsNormOptions& options = {});
 
 /// layer_norm together with what backward needs: (output, mean, rstd); mean and rstd have the
-/// leading dimensions' shape and are fp32 (fp64 for fp64). out_dtype: the input's, or fp32 for
-/// 16-bit inputs.
+/// leading dimensions' shape, are fp32 (fp64 for fp64) and carry no gradient. out_dtype: the
+/// input's, or fp32 for 16-bit inputs.
 FUSEDNORM_API std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
     const at::Tensor& input, at::IntArrayRef normalized_shape,
     const std::optional<at::Tensor>& weight = {}, const std::optional<at::Tensor>& bias = {},

@@ -59,14 +59,16 @@ FN_HOST_DEVICE double reciprocal_deviation(double variance, const NormParams& pa
                             : 1.0 / std::sqrt(variance + params.eps);
 }
 
-/// The coefficient of x_hat in grad_input; `rstd` is the saved one. At s = 0 the derivative of
-/// sqrt is taken as 0.
-FN_HOST_DEVICE double projection_of(double sum_g_x_hat, double rstd, double cols,
+/// The coefficient of x_hat in grad_input. `rstd` is the saved one, rounded to `unit` (2^-24 for
+/// fp32): where s is below that rounding of s + eps, it is taken as that large. The term it divides
+/// is then smaller than rounding itself, and 0 for a constant row (the derivative of sqrt at 0 is
+/// taken as 0).
+FN_HOST_DEVICE double projection_of(double sum_g_x_hat, double rstd, double unit, double cols,
                                     const NormParams& params) {
   double projection = sum_g_x_hat / (cols - params.ddof);
   if (params.eps_outside) {
-    const double deviation = 1.0 / rstd - params.eps;
-    projection = deviation > 0 ? projection / (deviation * rstd) : 0.0;
+    const double deviation = 1.0 / rstd - params.eps, rounding = unit / std::fabs(rstd);
+    projection /= (deviation > rounding ? deviation : rounding) * rstd;
   }
   return projection;
 }

@@ -121,6 +121,11 @@ def test_layouts_without_a_kernel(norm: NormUnderTest, inference: bool) -> None:
                     RuntimeError, match=rf"fusednorm::{norm.name}.*input: expected a dense.*{what}"
                 ):
                     _routes(norm)[route](x, [4])
+    jagged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    with pytest.raises(
+        RuntimeError, match=rf"fusednorm::{norm.name}: input: expected a dense.*nested tensor"
+    ):
+        norm.function(jagged, [4])
     with pytest.raises(RuntimeError, match=r"weight: expected a dense \(strided\) tensor, got"):
         norm.function(X, [4], W.to_sparse())
 

@@ -187,3 +187,18 @@ def test_b81_decompositions_for_other_exporters(casting_mode: str) -> None:
     program = torch.export.export(model, (x,)).run_decompositions(fusednorm.decompositions())
     assert "fusednorm" not in str(program.graph) and "1e-12" in str(program.graph)
     torch.testing.assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16])
+def test_decompositions_take_mixed_dtypes(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    model = torch.nn.Sequential(
+        fusednorm.LayerNorm(8, weight_offset=1.0, dtype=weight_dtype),
+        fusednorm.LayerNorm(8, eps_outside=True, dtype=weight_dtype),
+        fusednorm.RMSNorm(8, dtype=weight_dtype),
+    )
+    x = torch.randn(2, 8).to(x_dtype)
+    program = torch.export.export(model, (x,)).run_decompositions(fusednorm.decompositions())
+    y = program.module()(x)
+    assert y.dtype == x_dtype
+    torch.testing.assert_close(y, model(x))

@@ -111,6 +111,25 @@ def test_modules_against_torchs_with_mixed_precision(norm: NormUnderTest) -> Non
     assert bf16(torch.randn(3, 4)).dtype == torch.float32
 
 
+def test_existing_modules_become_ours_by_class(norm: NormUnderTest) -> None:
+    """Field report B61: training flag, dtype, requires_grad, hooks, tied parameters, optimizers live on."""
+    shared = norm.torch_module(8, eps=1e-3, dtype=torch.bfloat16)
+    shared.weight.requires_grad_(False)
+    calls = []
+    shared.register_forward_hook(lambda *_: calls.append(1))
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": norm.torch_module(8)}).eval()
+    x, weight = torch.randn(3, 8, dtype=torch.bfloat16), shared.weight
+    expected = model["a"](x)
+    for module in model.modules():
+        if type(module) is norm.torch_module:
+            module.__class__ = norm.module
+    assert type(model["a"]) is norm.module and model["a"] is model["b"] and not model["a"].training
+    assert model["a"].weight is weight and not weight.requires_grad
+    torch.testing.assert_close(model["a"](x), expected)
+    assert calls == [1, 1] and repr(model["a"]) == repr(norm.torch_module(8, eps=1e-3))
+    assert torch.equal(copy.deepcopy(model["c"])(x), model["c"](x))
+
+
 def test_training_flag_changes_nothing(norm: NormUnderTest) -> None:
     module, x = norm.module(8), torch.randn(3, 8)
     assert torch.equal(module.train()(x), module.eval()(x))

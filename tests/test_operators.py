@@ -192,6 +192,34 @@ def test_dual_numbers_through_backward(norm: NormUnderTest) -> None:
     torch.testing.assert_close(grad_of(_function(norm)), grad_of(_reference(norm)))
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e6])
+@pytest.mark.parametrize("scale", [1.0, 1e20, 1e-30])
+def test_decomposed_routes_are_as_right_as_the_kernels(
+    norm: NormUnderTest, offset: float, scale: float
+) -> None:
+    """vmap, jvp and create_graph compute in ATen arithmetic; a large mean or extreme rows cost no digits."""
+    x = (torch.randn(4, 64) + offset) * scale
+    g = torch.randn(4, 64)
+    kw = {"eps": 1e-5 if scale == 1.0 else 0.0}
+    expected = norm.reference(x, None, None, **kw)
+    f = lambda t: norm(t, None, None, **kw)  # noqa: E731
+    assert ulps(torch.vmap(f)(x), expected) <= 1
+    assert ulps(torch.func.jvp(f, (x,), (torch.zeros_like(x),))[0], expected) <= 1
+    if scale != 1e-30:  # its gradients exceed fp32's range
+        xr, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+        (dx,) = torch.autograd.grad(f(xr), xr, g, create_graph=True)
+        (want,) = torch.autograd.grad(norm.reference(wide, None, None, **kw), wide, g.double())
+        assert ulps(dx, want) <= 1
+
+
+def test_gradients_of_a_single_row_are_no_alias() -> None:
+    x, b = torch.randn(8, requires_grad=True), torch.zeros(8, requires_grad=True)
+    g = torch.ones(8)
+    for create_graph in (False, True):
+        (grad,) = torch.autograd.grad(NORMS[0](x, None, b), b, g, create_graph=create_graph)
+        assert grad.data_ptr() != g.data_ptr()
+
+
 # ---- Transforms ----------------------------------------------------------------------------------------
 
 

@@ -192,6 +192,24 @@ def test_constant_rows_give_exactly_the_bias(dtype: torch.dtype, value: float, c
     assert torch.equal(norm(x, weight, bias), bias.expand(3, cols))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float32, 1e38), (torch.float32, -3.4e38), (torch.bfloat16, 3e38), (torch.float64, 1.7e308)],
+)
+@pytest.mark.parametrize("options", [{}, {"eps_outside": True}, {"eps": 1e-35}, {"eps": 1e-90}])
+def test_huge_constant_rows(dtype: torch.dtype, value: float, options: dict) -> None:
+    """Even the sum of a few elements overflows; the row is constant all the same."""
+    from conftest import NORMS
+
+    for cols in (1, 3, 16, 33, 2000):
+        x, b = _leaves(torch.full((2, cols), value, dtype=dtype), torch.full((cols,), -2.0, dtype=dtype))
+        y = NORMS[0](x, None, b, **options)
+        assert torch.equal(y, b.expand(2, cols))
+        if not options:
+            (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+            assert (dx == 0).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_single_element_rows(dtype: torch.dtype) -> None:
     """Field report B55, with gradients: y = bias, dx = 0, dW = 0, db = rows."""
@@ -344,6 +362,16 @@ def test_annotated_constant_row_has_zero_deviation_gradient() -> None:
     g = torch.tensor([[1.0, 0, 0, 2]], dtype=torch.float64)
     (dx,) = torch.autograd.grad(NORMS[0](x, None, None, eps=1e-2, eps_outside=True), x, g)
     assert torch.allclose(dx, (g - g.mean()) / 1e-2)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-8, 3e-12, 1e-12, 2e-13, 1e-13, 1e-14, 1e-20])
+def test_annotated_rows_of_deviation_far_below_eps(scale: float) -> None:
+    """The deviation is read off the saved rstd: where it drowns in rstd's rounding it must not explode."""
+    from conftest import NORMS
+
+    for eps in (1e-6, 1e-6 / 0.1, 0.7 + 0.2 + 0.1):
+        x, weight, bias, g = _problem(5, 64, torch.float32)
+        check_gradients(NORMS[0], x * scale, weight, bias, g, eps=eps, eps_outside=True)
 
 
 def _llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -38,8 +38,7 @@ DType dtype_of(at::ScalarType dtype) {
   }
 }
 
-// ---- Rows
-// -----------------------------------------------------------------------------------------------
+// ---- Rows ----
 
 struct Sizes {
   int64_t rows, cols, leading_dims;
@@ -159,8 +158,7 @@ void parallel_rows(const Sizes& sizes, int64_t element_size, const Body& body) {
   at::parallel_for(0, sizes.rows, std::max<int64_t>(1, kGrainBytes / row_bytes), body);
 }
 
-// ---- Forward
-// --------------------------------------------------------------------------------------------
+// ---- Forward ----
 
 DType rounding_of(const Norm& norm, const Tensor& input) {
   return norm.llama() ? dtype_of(input.scalar_type()) : DType::kFloat64;
@@ -201,8 +199,7 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
                 [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-// ---- Backward
-// -------------------------------------------------------------------------------------------
+// ---- Backward ----
 
 // grad_weight and grad_bias are summed over chunks of rows, then over the chunks. A chunk is a
 // function of the shape alone, so the bits do not depend on the number of threads. At most 64

@@ -1,8 +1,10 @@
-"""Fused LayerNorm and RMSNorm for PyTorch, on CPU and CUDA.
+"""Fused LayerNorm and RMSNorm for PyTorch (on the CPU so far).
 
 ``fusednorm.LayerNorm`` and ``fusednorm.RMSNorm`` stand in for ``torch.nn``'s; ``fusednorm.functional`` has
 the functions; ``torch.ops.fusednorm`` the operators, which C++ programs reach too.
 """
+
+from types import ModuleType
 
 from fusednorm import _load as _load  # first: loads the library, or says why it cannot
 from fusednorm import functional
@@ -21,3 +23,11 @@ __all__ = [
     "functional",
     "library_path",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "distributed":  # on demand: importing DTensor takes a second
+        import importlib
+
+        return importlib.import_module("fusednorm.distributed")
+    raise AttributeError(f"module 'fusednorm' has no attribute {name!r}")

@@ -18,8 +18,12 @@ from torch import Tensor
 __all__ = ["decompositions"]
 
 
-def _gain(weight: Tensor | None, offset: float) -> Tensor | None:
-    return weight if weight is None or offset == 0.0 else weight + offset
+def _wide(input: Tensor, tensor: Tensor | None, offset: float = 0.0) -> Tensor | None:
+    """A tensor in the type that rows of ``input`` accumulate in; weights and biases may be of any dtype."""
+    if tensor is None:
+        return None
+    wide = tensor.to(torch.float64 if input.dtype == torch.float64 else torch.float32)
+    return wide if offset == 0.0 else wide + offset
 
 
 def _layer_norm(
@@ -32,15 +36,16 @@ def _layer_norm(
     eps_outside: bool = False,
     unbiased: bool = False,
 ) -> Tensor:
-    gain = _gain(weight, weight_offset)
+    x, gain, shift = _wide(input, input), _wide(input, weight, weight_offset), _wide(input, bias)
+    assert x is not None
     if not (eps_outside or unbiased):
-        return F.layer_norm(input, normalized_shape, gain, bias, eps)
+        return F.layer_norm(x, normalized_shape, gain, shift, eps).to(input.dtype)
     dims = tuple(range(-len(normalized_shape), 0))
-    centred = input - input.mean(dims, keepdim=True)
-    variance = input.var(dims, correction=int(unbiased), keepdim=True)
-    y = centred / (variance.sqrt() + eps) if eps_outside else centred * (variance + eps).rsqrt()
+    variance = x.var(dims, correction=int(unbiased), keepdim=True)
+    x = x - x.mean(dims, keepdim=True)
+    y = x / (variance.sqrt() + eps) if eps_outside else x * (variance + eps).rsqrt()
     y = y if gain is None else y * gain
-    return y if bias is None else y + bias
+    return (y if shift is None else y + shift).to(input.dtype)
 
 
 def _rms_norm(
@@ -51,12 +56,13 @@ def _rms_norm(
     weight_offset: float = 0.0,
     casting_mode: str = "default",
 ) -> Tensor:
+    x, gain = _wide(input, input), _wide(input, weight, weight_offset)
+    assert x is not None
     if eps is None:  # torch before 2.15 took the input's own epsilon
         eps = 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
-    gain = _gain(weight, weight_offset)
     if casting_mode == "default":
-        return F.rms_norm(input, normalized_shape, gain, eps)
-    x_hat = F.rms_norm(input, normalized_shape, None, eps)  # rounded to the input's dtype, as "llama" says
+        return F.rms_norm(x, normalized_shape, gain, eps).to(input.dtype)
+    x_hat = F.rms_norm(x, normalized_shape, None, eps).to(input.dtype)  # "llama" rounds here, too
     return x_hat if gain is None else (x_hat * gain).to(input.dtype)
 
 

@@ -21,8 +21,10 @@ _fast_layer_norm = _C.layer_norm
 _fast_rms_norm = _C.rms_norm
 
 
-def _teach_dtensor() -> None:
-    """DTensor learns our operators when a tensor subclass first arrives and DTensor is in use."""
+def _prepare_for_subclass(op: str, input: Tensor) -> None:
+    """DTensor learns our operators when it first arrives; jagged tensors, which could not, are refused."""
+    if isinstance(input, Tensor) and input.is_nested:
+        raise RuntimeError(f"fusednorm::{op}: input: expected a dense (strided) tensor, got a nested tensor")
     if "torch.distributed.tensor" in sys.modules:
         from fusednorm import distributed
 
@@ -68,7 +70,7 @@ def layer_norm(
         )
         if output is not None:
             return output  # type: ignore[no-any-return]
-        _teach_dtensor()
+        _prepare_for_subclass("layer_norm", input)
     return torch.ops.fusednorm.layer_norm.default(  # type: ignore[no-any-return]
         input,
         normalized_shape,
@@ -115,7 +117,7 @@ def rms_norm(
         output = _fast_rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode)
         if output is not None:
             return output  # type: ignore[no-any-return]
-        _teach_dtensor()
+        _prepare_for_subclass("rms_norm", input)
     return torch.ops.fusednorm.rms_norm.default(  # type: ignore[no-any-return]
         input,
         normalized_shape,

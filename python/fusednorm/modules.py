@@ -1,5 +1,11 @@
 """The norms as modules: ``torch.nn``'s classes with another ``forward``.
 
+An existing module becomes one of ours by its class alone, and keeps parameters, hooks, flags and sharing::
+
+    for module in model.modules():
+        if type(module) is torch.nn.LayerNorm:
+            module.__class__ = fusednorm.LayerNorm
+
 They are subclasses, so what looks for ``nn.LayerNorm`` or ``nn.RMSNorm`` (optimizer groups, quantizers,
 ``isinstance``) finds them, and a strict ``load_state_dict`` passes both ways.
 """
@@ -43,6 +49,13 @@ class LayerNorm(nn.LayerNorm):
     Shape:
         input ``[*, *normalized_shape]``, output the same.
     """
+
+    # The defaults of a module that became ours by its class.
+    weight_offset: float = 0.0
+    eps_outside: bool = False
+    unbiased: bool = False
+    init_gain: float = 1.0
+    input_scale: float = 1.0
 
     def __init__(
         self,
@@ -117,6 +130,12 @@ class RMSNorm(nn.RMSNorm):
     Shape:
         input ``[*, *normalized_shape]``, output the same.
     """
+
+    # The defaults of a module that became ours by its class.
+    weight_offset: float = 0.0
+    casting_mode: str = "default"
+    init_gain: float = 1.0
+    input_scale: float = 1.0
 
     def __init__(
         self,

@@ -1,3 +1,5 @@
+#pragma once
+
 // Vectors of the accumulation type, and the loads and stores that convert to and from the four
 // dtypes.
 //
@@ -287,24 +289,4 @@ struct VectorMath {
   static FN_INLINE V mul_add(V a, V b, V c) {
     return FUSEDNORM_ISA::mul_add(a, b, c);
   }
-};
-
-/// The sum of vectors, merged pairwise: the error grows with the logarithm of their number.
-template <class V>
-class PairwiseSum {
- public:
-  FN_INLINE void add(V value) {
-    for (uint64_t c = count_++; c & 1; c >>= 1) value = levels_[--top_] + value;
-    levels_[top_++] = value;
-  }
-  FN_INLINE V total() const {
-    V sum = levels_[top_ - 1];
-    for (int i = top_ - 2; i >= 0; --i) sum = levels_[i] + sum;
-    return sum;
-  }
-
- private:
-  V levels_[48];
-  int top_ = 0;
-  uint64_t count_ = 0;
 };

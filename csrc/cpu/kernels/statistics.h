@@ -1,0 +1,125 @@
+#pragma once
+
+// Statistics of one row. Included by row_kernels.cpp.
+
+template <class acc_t>
+struct RowStatistics {
+  acc_t mean;  // 0 for RMSNorm
+  acc_t rstd;
+  acc_t minus_shift_rstd;  // see row_norm.h
+};
+
+// Below kTiny the squares' own underflow would show in the sum; above kHuge a sum has overflowed.
+template <class acc_t>
+struct Range {
+  static constexpr double kTiny = 1e-30, kHuge = 3.4e38;
+};
+template <>
+struct Range<double> {
+  static constexpr double kTiny = 1e-280, kHuge = 1.7e308;
+};
+
+/// False where the squares over- or underflowed (or the row is not finite): see scaled_row.
+///
+/// LayerNorm takes one sweep about a pivot, the mean of the row's first vector. Where the mean
+/// turns out more than a standard deviation from the pivot, cancellation would cost digits, and a
+/// second sweep is made about the mean found.
+template <class Statistics, class T>
+FN_INLINE bool row_statistics(const T* x, int64_t cols, const NormParams& params,
+                              RowStatistics<acc_of<T>>* result) {
+  using acc_t = acc_of<T>;
+  using V = vector_of<T>;
+  const double count = static_cast<double>(cols);
+  double mean = 0, squares = 0, largest = 0;
+  acc_t pivot = 0;
+  double delta = 0;
+  if constexpr (Statistics::kCentered) {
+    // Divided first: a power of two divides exactly, and the sum of huge values would overflow.
+    pivot = cols >= kLanes<T> ? sum_lanes(load(x) / Broadcast<V>::of(kLanes<T>))
+                              : sum_lanes(load(x, 1));
+    for (int sweep = 0; sweep < 3; ++sweep) {
+      const V pivot_v = Broadcast<V>::of(pivot);
+      double sums[2];
+      row_sums<T>(
+          cols,
+          [&](int64_t i, auto part, V(&acc)[2]) FN_LAMBDA_INLINE {
+            const V d = keep(load(x + i, part) - pivot_v, part);
+            acc[0] = acc[0] + d;
+            acc[1] = mul_add(d, d, acc[1]);
+          },
+          sums);
+      delta = sums[0] / count;
+      largest = sums[1];
+      squares = sums[1] - sums[0] * delta;
+      if (squares < 0) squares = 0;
+      mean = pivot + delta;
+      if (delta * sums[0] <= squares) break;
+      if (sweep < 2) pivot = static_cast<acc_t>(mean);
+    }
+  } else {
+    double sums[1];
+    row_sums<T>(
+        cols,
+        [&](int64_t i, auto part, V(&acc)[1]) FN_LAMBDA_INLINE {
+          const V d = load(x + i, part);
+          acc[0] = mul_add(d, d, acc[0]);
+        },
+        sums);
+    squares = largest = sums[0];
+  }
+  const double variance = variance_of(squares, count, params);
+  double rstd = reciprocal_deviation(variance, params);
+  // Finite but beyond acc_t: a constant row with a tiny eps, whose x - mean is 0. Not 0 * infinity.
+  if (rstd > Range<acc_t>::kHuge && rstd <= Range<double>::kHuge) rstd = Range<acc_t>::kHuge;
+  result->mean = static_cast<acc_t>(mean);
+  result->rstd = static_cast<acc_t>(rstd);
+  const double shift = (static_cast<double>(pivot) - result->mean) + delta;
+  result->minus_shift_rstd = static_cast<acc_t>(-shift * rstd);
+  const double floor = variance + (params.eps_outside ? params.eps * params.eps : params.eps);
+  return floor >= Range<acc_t>::kTiny && largest <= Range<acc_t>::kHuge;
+}
+
+/// A row multiplied by 2^-exponent such that its statistics neither over- nor underflow.
+template <class acc_t>
+struct ScaledRow {
+  acc_t* x = nullptr;
+  int exponent = 0;
+  NormParams params;
+  RowStatistics<acc_t> statistics;
+
+  ScaledRow() = default;
+  ScaledRow(const ScaledRow&) = delete;
+  ScaledRow& operator=(const ScaledRow&) = delete;
+  ~ScaledRow() { delete[] x; }
+
+  acc_t mean() const { return static_cast<acc_t>(__builtin_ldexp(statistics.mean, exponent)); }
+  acc_t rstd() const { return static_cast<acc_t>(__builtin_ldexp(statistics.rstd, -exponent)); }
+};
+
+template <class T>
+double element(const T* x) {
+  return sum_lanes(load(x, 1));
+}
+
+/// False for a row with a NaN or an infinity, or of zeros with eps 0: nothing to be scaled.
+template <class Statistics, class T>
+[[gnu::noinline, gnu::cold]] bool scaled_row(const T* x, int64_t cols, const NormParams& params,
+                                             ScaledRow<acc_of<T>>* row) {
+  double largest =
+      params.eps_outside ? __builtin_fabs(params.eps) : __builtin_sqrt(__builtin_fabs(params.eps));
+  for (int64_t i = 0; i < cols; ++i) {
+    const double magnitude = __builtin_fabs(element(x + i));
+    if (!(magnitude <= Range<double>::kHuge * 1.05)) return false;
+    if (magnitude > largest) largest = magnitude;
+  }
+  if (largest == 0) return false;
+  row->exponent = __builtin_ilogb(largest) + 1;
+  row->params = params;
+  row->params.eps = __builtin_ldexp(params.eps, (params.eps_outside ? -1 : -2) * row->exponent);
+  row->x = new acc_of<T>[static_cast<unsigned long>(cols)];
+  for (int64_t i = 0; i < cols; ++i) {
+    row->x[i] = static_cast<acc_of<T>>(__builtin_ldexp(element(x + i), -row->exponent));
+  }
+  row_statistics<Statistics>(row->x, cols, row->params, &row->statistics);
+  return true;
+}
