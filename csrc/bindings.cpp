@@ -10,7 +10,6 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/python_numbers.h>
 #include <torch/version.h>
 
 #include "fusednorm.h"

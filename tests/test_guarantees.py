@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import NormUnderTest
+from conftest import NORMS, NormUnderTest
 from reference import DTYPES
 
 
@@ -140,8 +140,6 @@ def test_threads_do_not_change_bits(norm: NormUnderTest, dtype: torch.dtype, sha
 @pytest.mark.parametrize("threads", [1, 2])
 def test_parameter_gradients_accumulate_in_fp32(dtype: torch.dtype, rows: int, threads: int) -> None:
     """Field report B07: sums in 16 bits stop growing at 256 (bf16) or 2048 (fp16)."""
-    from conftest import NORMS
-
     torch.set_num_threads(threads)
     for parameter_dtype in (dtype, torch.float32):
         w, b = torch.ones(2, dtype=parameter_dtype), torch.zeros(2, dtype=parameter_dtype)

@@ -112,7 +112,7 @@ def test_gradcheck(norm: NormUnderTest, options: dict, shape: tuple[int, ...], d
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=[n.name for n in NORMS])
-def test_gradgradcheck_of_the_backward_operator(norm: NormUnderTest) -> None:
+def test_backward_operator_differentiates_by_grad_output(norm: NormUnderTest) -> None:
     inputs = _inputs(norm, requires_grad=True)
     grad_output = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import reference
-from conftest import NormUnderTest
+from conftest import NORMS, NormUnderTest
 from reference import DTYPES, HALVES, ulps
 
 # Around vectors (2 to 16 lanes), the unrolled step, the sum block (up to 1024), and far from a power of 2.
@@ -91,8 +91,6 @@ def check_gradients(norm: NormUnderTest, x: Tensor, weight: Tensor, bias: Tensor
         bound = 8 * reference.unit(acc) * scale
         if grad.dtype != acc:
             bound = bound + 0.51 * reference.unit(grad.dtype) * want.abs() + torch.finfo(grad.dtype).tiny
-        if x.dtype in HALVES or g.dtype in HALVES:
-            bound = bound + 1e-300
         error = (grad.double() - want).abs()
         worst = (error - bound).argmax()
         assert (error <= bound).all(), (of.shape, error.flatten()[worst], bound.flatten()[worst])
@@ -149,8 +147,6 @@ def test_mixed_dtypes(
 @pytest.mark.parametrize("cols", [64, 1024, 3000, 2**20])
 def test_large_offset(offset: float, cols: int) -> None:
     """Field report B11: a mean up to 1e6 standard deviations away; torch is off by 8e-4 at 1e4."""
-    from conftest import NORMS
-
     norm = NORMS[0]
     x, weight, bias, g = _problem(3, cols, torch.float32, offset=offset)
     assert ulps(norm(x, weight, bias), norm.reference(x, weight, bias)) <= 4
@@ -159,8 +155,6 @@ def test_large_offset(offset: float, cols: int) -> None:
 
 def test_offset_of_the_first_columns() -> None:
     """The pivot is the mean of the first columns: outliers there must cost no digits."""
-    from conftest import NORMS
-
     norm = NORMS[0]
     for cols in (48, 4096):
         x, weight, bias, g = _problem(4, cols, torch.float32)
@@ -182,8 +176,6 @@ def test_structured_sums(norm: NormUnderTest) -> None:
 @pytest.mark.parametrize("cols", [1, 2, 3, 7, 16, 17, 1000, 1025])
 def test_constant_rows_give_exactly_the_bias(dtype: torch.dtype, value: float, cols: int) -> None:
     """Field report B55: a rounded mean would leave a remainder, magnified 300 times."""
-    from conftest import NORMS
-
     norm = NORMS[0]
     if dtype == torch.float16:
         value = min(value, 5e4)
@@ -199,8 +191,6 @@ def test_constant_rows_give_exactly_the_bias(dtype: torch.dtype, value: float, c
 @pytest.mark.parametrize("options", [{}, {"eps_outside": True}, {"eps": 1e-35}, {"eps": 1e-90}])
 def test_huge_constant_rows(dtype: torch.dtype, value: float, options: dict) -> None:
     """Even the sum of a few elements overflows; the row is constant all the same."""
-    from conftest import NORMS
-
     for cols in (1, 3, 16, 33, 2000):
         x, b = _leaves(torch.full((2, cols), value, dtype=dtype), torch.full((cols,), -2.0, dtype=dtype))
         y = NORMS[0](x, None, b, **options)
@@ -213,8 +203,6 @@ def test_huge_constant_rows(dtype: torch.dtype, value: float, options: dict) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_single_element_rows(dtype: torch.dtype) -> None:
     """Field report B55, with gradients: y = bias, dx = 0, dW = 0, db = rows."""
-    from conftest import NORMS
-
     norm = NORMS[0]
     value = 5e4 if dtype == torch.float16 else 3e5
     x, w, b = _leaves(
@@ -276,8 +264,6 @@ def test_non_finite_stays_in_its_row(norm: NormUnderTest, dtype: torch.dtype, ba
 
 def test_fp16_squares_do_not_overflow() -> None:
     """Field report B14."""
-    from conftest import NORMS
-
     x = torch.tensor([[800.0, -800, 400, 0], [6e4, 6e4, -6e4, 6e4]], dtype=torch.float16)
     rms = NORMS[1](x, None, None)
     assert ulps(rms, torch.tensor([[4 / 3, -4 / 3, 2 / 3, 0], [1, 1, -1, 1]])) <= 1
@@ -288,8 +274,6 @@ def test_fp16_squares_do_not_overflow() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_with_tiny_eps(dtype: torch.dtype) -> None:
     """Field report B25: eps 1e-12 must not become 0 in fp16."""
-    from conftest import NORMS
-
     x = torch.zeros(2, 6, dtype=dtype).requires_grad_()
     w, b = _leaves(torch.ones(6, dtype=dtype), torch.zeros(6, dtype=dtype))
     y = NORMS[0](x, w, b, eps=1e-12)
@@ -304,8 +288,6 @@ def test_zeros_with_tiny_eps(dtype: torch.dtype) -> None:
 
 def test_eps_none_is_the_accumulation_types_epsilon() -> None:
     """Field report B49: fp32's epsilon for 16-bit inputs, as torch 2.15."""
-    from conftest import NORMS
-
     for dtype, expected in [
         (torch.float32, 0.577350),
         (torch.bfloat16, 0.578125),
@@ -345,8 +327,6 @@ def test_weight_offset(norm: NormUnderTest, dtype: torch.dtype, offset: float) -
 @pytest.mark.parametrize("eps_outside", [False, True])
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_annotated_layer_norm(dtype: torch.dtype, eps_outside: bool, unbiased: bool) -> None:
-    from conftest import NORMS
-
     options = {"eps_outside": eps_outside, "unbiased": unbiased, "eps": 1e-3}
     for cols in (2, 5, 70):
         x, weight, bias, g = _problem(5, cols, dtype)
@@ -356,8 +336,6 @@ def test_annotated_layer_norm(dtype: torch.dtype, eps_outside: bool, unbiased: b
 
 
 def test_annotated_constant_row_has_zero_deviation_gradient() -> None:
-    from conftest import NORMS
-
     x = torch.full((1, 4), 3.0, dtype=torch.float64).requires_grad_()
     g = torch.tensor([[1.0, 0, 0, 2]], dtype=torch.float64)
     (dx,) = torch.autograd.grad(NORMS[0](x, None, None, eps=1e-2, eps_outside=True), x, g)
@@ -367,8 +345,6 @@ def test_annotated_constant_row_has_zero_deviation_gradient() -> None:
 @pytest.mark.parametrize("scale", [1e-4, 1e-8, 3e-12, 1e-12, 2e-13, 1e-13, 1e-14, 1e-20])
 def test_annotated_rows_of_deviation_far_below_eps(scale: float) -> None:
     """The deviation is read off the saved rstd: where it drowns in rstd's rounding it must not explode."""
-    from conftest import NORMS
-
     for eps in (1e-6, 1e-6 / 0.1, 0.7 + 0.2 + 0.1):
         x, weight, bias, g = _problem(5, 64, torch.float32)
         check_gradients(NORMS[0], x * scale, weight, bias, g, eps=eps, eps_outside=True)
@@ -385,8 +361,6 @@ def _llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @pytest.mark.parametrize("cols", [2, 33, 256, 3000])
 def test_llama_casting_mode(dtype: torch.dtype, cols: int) -> None:
     """Bit for bit, but for the elements where fp32's own rounding of x * rstd decides a tie of 16 bits."""
-    from conftest import NORMS
-
     x, weight, _, g = _problem(16, cols, dtype)
     y = NORMS[1](x, weight, None, casting_mode="llama")
     same = (y == _llama(x, weight, 1e-6)).double().mean().item()
@@ -406,8 +380,6 @@ def test_llama_casting_mode(dtype: torch.dtype, cols: int) -> None:
 
 def test_casting_modes_on_the_field_report() -> None:
     """Field report B45."""
-    from conftest import NORMS
-
     x = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
     w = torch.tensor([1.015625, 1.0], dtype=torch.bfloat16)
     assert NORMS[1](x, w, None).tolist() == [[0.640625, 1.265625]]

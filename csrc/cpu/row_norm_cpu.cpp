@@ -202,9 +202,9 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
 // ---- Backward ----
 
 // grad_weight and grad_bias are summed over chunks of rows, then over the chunks. A chunk is a
-// function of the shape alone, so the bits do not depend on the number of threads. At most 64
-// chunks while they have up to 1024 rows; 1024, so that fp32 sums stay short; at least 16, so that
-// the partial sums stay a small part of the traffic.
+// function of the shape alone, so the bits do not depend on the number of threads. 64 chunks, but
+// of at most 1024 rows, so that fp32 sums stay short, and of at least 16 (8 where rows are few), so
+// that the partial sums stay a small part of the traffic.
 int64_t rows_per_chunk(const Sizes& sizes) {
   const int64_t for_64 = (sizes.rows + 63) / 64;
   return std::min<int64_t>(1024, std::max<int64_t>(for_64, sizes.rows < 128 ? 8 : 16));

@@ -175,41 +175,45 @@ void backward_rows(const BackwardArgs& args, int64_t row_begin, int64_t row_end,
   for (; r < row_end; ++r) one_row(r);
 }
 
+struct Yes {
+  static constexpr bool value = true;
+};
+struct No {
+  static constexpr bool value = false;
+};
+/// Calls f with Yes or No: a flag of a call becomes one of the compiler's.
+template <class F>
+FN_INLINE void with_flag(bool flag, F f) {
+  if (flag) {
+    f(Yes{});
+  } else {
+    f(No{});
+  }
+}
+
 template <class Statistics, class T>
 void backward(const BackwardArgs& args, int64_t row_begin, int64_t row_end, void* grad_weight,
               void* grad_bias) {
   auto* dw = static_cast<acc_of<T>*>(grad_weight);
   auto* db = static_cast<acc_of<T>*>(grad_bias);
-  if constexpr (Statistics::kCentered) {
-    using N = RoundNone;
-    if (args.grad_input != nullptr) {
-      if (dw && db)
-        backward_rows<Statistics, true, true, true, N, T>(args, row_begin, row_end, dw, db);
-      else if (dw)
-        backward_rows<Statistics, true, true, false, N, T>(args, row_begin, row_end, dw, db);
-      else if (db)
-        backward_rows<Statistics, true, false, true, N, T>(args, row_begin, row_end, dw, db);
-      else
-        backward_rows<Statistics, true, false, false, N, T>(args, row_begin, row_end, dw, db);
-    } else {
-      if (dw && db)
-        backward_rows<Statistics, false, true, true, N, T>(args, row_begin, row_end, dw, db);
-      else if (dw)
-        backward_rows<Statistics, false, true, false, N, T>(args, row_begin, row_end, dw, db);
-      else
-        backward_rows<Statistics, false, false, true, N, T>(args, row_begin, row_end, dw, db);
-    }
-  } else {
-    with_rounding<T>(args.round_x_hat, [&](auto rounding) {
-      using R = decltype(rounding);
-      if (args.grad_input == nullptr) {
-        backward_rows<Statistics, false, true, false, R, T>(args, row_begin, row_end, dw, db);
-      } else if (dw) {
-        backward_rows<Statistics, true, true, false, R, T>(args, row_begin, row_end, dw, db);
-      } else {
+  with_flag(args.grad_input != nullptr, [&](auto input) {
+    with_flag(dw != nullptr, [&](auto weight) {
+      if constexpr (Statistics::kCentered) {
+        with_flag(db != nullptr, [&](auto bias) {
+          if constexpr (input.value || weight.value || bias.value) {
+            backward_rows<Statistics, input.value, weight.value, bias.value, RoundNone, T>(
+                args, row_begin, row_end, dw, db);
+          }
+        });
+      } else if constexpr (weight.value) {
+        with_rounding<T>(args.round_x_hat, [&](auto rounding) {
+          backward_rows<Statistics, input.value, true, false, decltype(rounding), T>(
+              args, row_begin, row_end, dw, db);
+        });
+      } else if constexpr (input.value) {
         backward_rows<Statistics, true, false, false, RoundNone, T>(args, row_begin, row_end, dw,
                                                                     db);
       }
     });
-  }
+  });
 }

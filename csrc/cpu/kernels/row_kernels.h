@@ -30,8 +30,6 @@ struct RowLayout {
   }
 };
 
-/// Where x_hat is rounded to before the product with the weight ("llama" casting mode); kFloat64
-/// and kFloat32 mean: nowhere.
 struct ForwardArgs {
   RowLayout input;
   void* output = nullptr;        // contiguous, of the input's dtype
@@ -41,6 +39,8 @@ struct ForwardArgs {
   const void* bias = nullptr;    // accumulation type; null: 0. Needs a weight.
   int64_t cols = 0;
   NormParams params;
+  /// What x_hat is rounded to before the product with the weight ("llama" casting mode); kFloat64
+  /// and kFloat32: to nothing.
   DType round_x_hat = DType::kFloat64;
 };
 
