@@ -48,26 +48,48 @@ struct NormParams {
   int ddof = 0;  // 1: unbiased variance, divides by N - 1
 };
 
-// The row-level scalars are formed in double on every path: a handful of operations per row.
+/// Beyond these a row's squares under- or overflow, and the row is taken scaled by a power of two.
+template <class acc_t>
+struct Range {
+  static constexpr double kTiny = 1e-30, kHuge = 3.4e38;
+};
+template <>
+struct Range<double> {
+  static constexpr double kTiny = 1e-280, kHuge = 1.7e308;
+};
 
-FN_HOST_DEVICE double variance_of(double sum_squares, double cols, const NormParams& params) {
-  return sum_squares / (cols - params.ddof);
+// The row-level scalars, a handful of operations per row. real is double on the host; on the device
+// it is the accumulation type, since every thread forms them and many a GPU has few fp64 units.
+
+template <class real>
+FN_HOST_DEVICE real variance_of(real sum_squares, real cols, const NormParams& params) {
+  return sum_squares / (cols - static_cast<real>(params.ddof));
 }
 
-FN_HOST_DEVICE double reciprocal_deviation(double variance, const NormParams& params) {
-  return params.eps_outside ? 1.0 / (std::sqrt(variance) + params.eps)
-                            : 1.0 / std::sqrt(variance + params.eps);
+template <class real>
+FN_HOST_DEVICE real reciprocal_deviation(real variance, const NormParams& params) {
+  const real eps = static_cast<real>(params.eps), one = 1;
+  return params.eps_outside ? one / (std::sqrt(variance) + eps) : one / std::sqrt(variance + eps);
+}
+
+/// What the square root is taken of, at least: the measure of a tiny row.
+template <class real>
+FN_HOST_DEVICE real variance_floor(real variance, const NormParams& params) {
+  const real eps = static_cast<real>(params.eps);
+  return variance + (params.eps_outside ? eps * eps : eps);
 }
 
 /// The coefficient of x_hat in grad_input. `rstd` is the saved one, rounded to `unit` (2^-24 for
 /// fp32): where s is below that rounding of s + eps, it is taken as that large. The term it divides
 /// is then smaller than rounding itself, and 0 for a constant row (the derivative of sqrt at 0 is
 /// taken as 0).
-FN_HOST_DEVICE double projection_of(double sum_g_x_hat, double rstd, double unit, double cols,
-                                    const NormParams& params) {
-  double projection = sum_g_x_hat / (cols - params.ddof);
+template <class real>
+FN_HOST_DEVICE real projection_of(real sum_g_x_hat, real rstd, real unit, real cols,
+                                  const NormParams& params) {
+  real projection = sum_g_x_hat / (cols - static_cast<real>(params.ddof));
   if (params.eps_outside) {
-    const double deviation = 1.0 / rstd - params.eps, rounding = unit / std::fabs(rstd);
+    const real deviation = real(1) / rstd - static_cast<real>(params.eps);
+    const real rounding = unit / std::fabs(rstd);
     projection /= (deviation > rounding ? deviation : rounding) * rstd;
   }
   return projection;

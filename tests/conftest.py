@@ -1,5 +1,6 @@
-"""Shared by all tests: both norms behind one interface, and a fixed seed."""
+"""Shared by all tests: both norms behind one interface, a fixed seed, and the device."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 import fusednorm
 import reference
 from fusednorm import functional
+
+TEST_DEVICE = os.environ.get("FUSEDNORM_TEST_DEVICE")
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,20 @@ def _seed_and_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _default_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``FUSEDNORM_TEST_DEVICE=cuda``: tests that name no device (values, guarantees) run on that one.
+
+    Random numbers are the CPU's all the same: some limits fit those and not any. A default device is a
+    mode, for which the fast entry steps aside; test_cuda.py names its device and takes it.
+    """
+    if not TEST_DEVICE:
+        yield
+        return
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *a, **kw: randn(*a, **kw, device="cpu").to(TEST_DEVICE))
+    torch.set_default_device(TEST_DEVICE)
+    yield
+    torch.set_default_device(None)

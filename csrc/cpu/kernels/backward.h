@@ -35,8 +35,8 @@ FN_INLINE BackwardRow<acc_of<T>> backward_row(const In* x, const T* grad_output,
     const double shift = sums[0] / count;
     row.minus_shift_rstd = static_cast<acc_t>(-shift);
     row.mean_g = static_cast<acc_t>(sums[1] / count);
-    row.minus_projection =
-        static_cast<acc_t>(-projection_of(sums[2] - shift * sums[1], rstd, kUnit, count, params));
+    row.minus_projection = static_cast<acc_t>(
+        -projection_of(sums[2] - shift * sums[1], double{rstd}, kUnit, count, params));
   } else if constexpr (Statistics::kCentered) {
     double sums[1];
     row_sums<T>(
@@ -55,7 +55,8 @@ FN_INLINE BackwardRow<acc_of<T>> backward_row(const In* x, const T* grad_output,
           acc[0] = mul_add(g, load(x + i, part) * rstd_v, acc[0]);
         },
         sums);
-    row.minus_projection = static_cast<acc_t>(-projection_of(sums[0], rstd, kUnit, count, params));
+    row.minus_projection =
+        static_cast<acc_t>(-projection_of(sums[0], double{rstd}, kUnit, count, params));
   }
   return row;
 }

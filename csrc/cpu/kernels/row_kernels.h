@@ -7,28 +7,9 @@
 #include <cstdint>
 
 #include "../../row_norm.h"
+#include "../../rows.h"
 
 namespace fusednorm::cpu {
-
-constexpr int kMaxRowDims = 3;
-
-/// Where the rows of a tensor lie: up to three collapsed leading dimensions, strides in elements.
-/// The elements of one row are contiguous.
-struct RowLayout {
-  const void* data = nullptr;
-  int dims = 1;
-  int64_t sizes[kMaxRowDims] = {0, 0, 0};
-  int64_t strides[kMaxRowDims] = {0, 0, 0};
-
-  FN_HOST_DEVICE int64_t offset(int64_t row) const {
-    int64_t result = 0;
-    for (int d = dims - 1; d > 0; --d) {
-      result += row % sizes[d] * strides[d];
-      row /= sizes[d];
-    }
-    return result + row * strides[0];
-  }
-};
 
 struct ForwardArgs {
   RowLayout input;

@@ -9,16 +9,6 @@ struct RowStatistics {
   acc_t minus_shift_rstd;  // see row_norm.h
 };
 
-// Below kTiny the squares' own underflow would show in the sum; above kHuge a sum has overflowed.
-template <class acc_t>
-struct Range {
-  static constexpr double kTiny = 1e-30, kHuge = 3.4e38;
-};
-template <>
-struct Range<double> {
-  static constexpr double kTiny = 1e-280, kHuge = 1.7e308;
-};
-
 /// False where the squares over- or underflowed (or the row is not finite): see scaled_row.
 ///
 /// LayerNorm takes one sweep about a pivot, the mean of the row's first vector. Where the mean
@@ -75,8 +65,7 @@ FN_INLINE bool row_statistics(const T* x, int64_t cols, const NormParams& params
   result->rstd = static_cast<acc_t>(rstd);
   const double shift = (static_cast<double>(pivot) - result->mean) + delta;
   result->minus_shift_rstd = static_cast<acc_t>(-shift * rstd);
-  const double floor = variance + (params.eps_outside ? params.eps * params.eps : params.eps);
-  return floor >= Range<acc_t>::kTiny && largest <= Range<acc_t>::kHuge;
+  return variance_floor(variance, params) >= Range<acc_t>::kTiny && largest <= Range<acc_t>::kHuge;
 }
 
 /// A row multiplied by 2^-exponent such that its statistics neither over- nor underflow.

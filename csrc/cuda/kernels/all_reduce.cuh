@@ -1,0 +1,140 @@
+// The workers of one row, and sums over them that every worker has. The order of the additions is
+// fixed: lanes in a butterfly, then warps by their number.
+#pragma once
+
+#include "device.cuh"
+#include "launch_config.h"
+
+namespace fusednorm::cuda {
+
+/// A thread's place among the threads of its row.
+struct Group {
+  int threads;        // of the row
+  int thread;         // this one
+  int block_threads;  // of the row in this block
+  int slot, slots;    // which of the block's rows
+  int width, lane;    // lanes of this warp that share the row
+  unsigned mask;      // those lanes
+  int warps;          // of the row; 1 where it has a warp or less
+  int cluster;        // blocks that share the row through distributed shared memory
+  char* exchange;     // exchange_bytes(warps, ...) for this row
+  int turn;           // 0, 1: the half of `exchange` that comes next
+};
+
+/// `rank`: which of the row's blocks this is. `shared`: the block's exchange memory.
+__device__ __forceinline__ Group make_group(int threads_per_row, int blocks_per_row, int rank,
+                                            int slots, int cluster, int acc_size, char* shared) {
+  Group g;
+  const int in_block = static_cast<int>(threadIdx.x);
+  g.threads = threads_per_row;
+  g.block_threads = threads_per_row / blocks_per_row;
+  g.slots = slots;
+  g.slot = in_block / g.block_threads;
+  g.thread = rank * g.block_threads + in_block % g.block_threads;
+  g.width = threads_per_row < 32 ? threads_per_row : 32;
+  g.lane = in_block % g.width;
+  g.mask =
+      g.width == 32 ? 0xffffffffu : ((1u << g.width) - 1) << (in_block % 32 / g.width * g.width);
+  g.warps = threads_per_row < 32 ? 1 : threads_per_row / 32;
+  g.cluster = cluster;
+  g.exchange = shared + g.slot * exchange_bytes(g.warps, acc_size);
+  g.turn = 0;
+  return g;
+}
+
+/// The same threads without those of other blocks: for work that each block does for itself.
+__device__ __forceinline__ Group within_block(const Group& group) {
+  Group g = group;
+  g.threads = g.block_threads;
+  g.thread = group.thread % g.block_threads;
+  g.warps = g.threads < 32 ? 1 : g.threads / 32;
+  g.cluster = 1;
+  return g;
+}
+
+struct Sum {
+  template <class acc_t>
+  static FN_HOST_DEVICE acc_t of(acc_t a, acc_t b) {
+    return a + b;
+  }
+};
+struct Max {  // of magnitudes; passes over NaN
+  template <class acc_t>
+  static FN_HOST_DEVICE acc_t of(acc_t a, acc_t b) {
+    return a > b ? a : b;
+  }
+};
+
+template <class Op, int kCount, class acc_t>
+__device__ __forceinline__ void reduce_lanes(unsigned mask, int width, acc_t (&v)[kCount]) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    if (step < width) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) v[i] = Op::of(v[i], __shfl_xor_sync(mask, v[i], step));
+    }
+  }
+}
+
+template <class acc_t>
+FN_HOST_DEVICE Chunk<sizeof(acc_t)> chunk_of(acc_t v) {
+  Chunk<sizeof(acc_t)> chunk;
+  memcpy(&chunk, &v, sizeof(acc_t));
+  return chunk;
+}
+template <class acc_t>
+FN_HOST_DEVICE acc_t value_of(const Chunk<sizeof(acc_t)>& chunk) {
+  acc_t v;
+  memcpy(&v, &chunk, sizeof(acc_t));
+  return v;
+}
+
+/// The warps' values [kCount][warps], read by `load`, in every lane.
+template <class Op, int kCount, class acc_t, class Load>
+__device__ __forceinline__ void reduce_warps(const Group& group, acc_t (&v)[kCount], Load load) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    v[i] = 0;
+    for (int w = group.lane; w < group.warps; w += 32) {
+      v[i] = Op::of(v[i], load(i * group.warps + w));
+    }
+  }
+  reduce_lanes<Op>(0xffffffffu, 32, v);
+}
+
+/// Every thread of the row gets the sums (or maxima) of all. One barrier: the halves of the
+/// exchange memory take turns, and before one comes round again everybody has passed the other's
+/// barrier.
+template <class Op, int kCount, class acc_t>
+__device__ __forceinline__ void all_reduce(Group& group, acc_t (&v)[kCount]) {
+  static_assert(kCount <= kReducedValues);
+  reduce_lanes<Op>(group.mask, group.width, v);
+  if (group.warps == 1) return;
+  acc_t* const buffer =
+      reinterpret_cast<acc_t*>(group.exchange) + group.turn * kReducedValues * group.warps;
+  group.turn ^= 1;
+  acc_t* const mine = buffer + group.thread / 32;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const auto chunk = chunk_of(v[i]);
+    if (group.cluster > 1) {
+      if (group.lane < group.cluster) {
+        store_shared_of<sizeof(acc_t)>(static_cast<unsigned>(group.lane), mine + i * group.warps,
+                                       chunk);
+      }
+    } else if (group.lane == 0) {
+      store_shared<sizeof(acc_t)>(mine + i * group.warps, chunk);
+    }
+  }
+  if (group.cluster > 1) {
+    cluster_barrier();
+  } else if (group.slots == 1) {
+    __syncthreads();
+  } else {
+    named_barrier(1 + group.slot, group.block_threads);
+  }
+  reduce_warps<Op>(group, v,
+                   [&](int i) { return value_of<acc_t>(load_shared<sizeof(acc_t)>(buffer + i)); });
+}
+
+}  // namespace fusednorm::cuda

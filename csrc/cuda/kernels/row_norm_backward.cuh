@@ -1,0 +1,368 @@
+// Backward: blocks that live through a group of rows. While a row is worked on, the next ones are
+// on their way into a ring in shared memory; grad_weight and grad_bias gather in registers.
+#pragma once
+
+#include "row_norm_kernels.cuh"
+
+namespace fusednorm::cuda {
+
+/// A row's sums need all its threads. Where no cluster can hold them, a first launch leaves the
+/// warps' sums in memory, and a second one applies them.
+enum class Phase { kWhole, kSums, kApply };
+
+/// What grad_input and grad_weight need to know of a row.
+template <class acc_t>
+struct BackwardRow {
+  acc_t mean, rstd, minus_shift_rstd, mean_g, minus_projection;
+  int exponent;  // of a scaled row: grad_input is multiplied by 2^-exponent
+};
+
+__device__ __forceinline__ void wait_for_oldest(int stages) {
+  if (stages == 2) {
+    wait_copies<1>();
+  } else if (stages == 3) {
+    wait_copies<2>();
+  } else {
+    wait_copies<3>();
+  }
+}
+
+/// The saved statistics of an extreme row over- or underflowed, or their products would: they are
+/// taken again from the scaled row. Each block reads the whole row: this is rare.
+template <class Statistics, class T, int kColumns>
+__device__ __forceinline__ void extreme_row(const Source& source, Group& group,
+                                            const BackwardArgs& args, BackwardRow<acc_of<T>>* row) {
+  using acc_t = acc_of<T>;
+  Group block = within_block(group);
+  LoopRow<T, kColumns, false, 1> data;
+  const int64_t per_pass = static_cast<int64_t>(block.threads) * kColumns;
+  data.fetch(source, args.cols, block, static_cast<int>((args.cols + per_pass - 1) / per_pass),
+             nullptr);
+  const int exponent = scaling_exponent<acc_t>(data, block, args.params);
+  if (exponent != 0) {
+    data.rescale(exponent);
+    const auto statistics =
+        row_statistics<Statistics, acc_t>(data, block, args.cols, scaled(args.params, exponent));
+    row->mean = statistics.mean;
+    row->rstd = statistics.rstd;
+    row->exponent = exponent;
+  }
+  group.turn = block.turn;
+  if (group.cluster > 1) cluster_barrier();  // before others write to this block's exchange memory
+}
+
+/// Adds the slots' sums and writes them as the group's.
+template <int kUnits, int kColumns, class acc_t>
+__device__ __forceinline__ void store_partial(acc_t (&v)[kUnits][kColumns], const Group& group,
+                                              acc_t* partial, int64_t cols, char* memory) {
+  constexpr int kEach = 16 / sizeof(acc_t) < kColumns ? 16 / sizeof(acc_t) : kColumns;
+  if (group.slots == 1) {
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      const int64_t col = static_cast<int64_t>(k * group.threads + group.thread) * kColumns;
+      if (col >= cols) continue;
+#pragma unroll
+      for (int j = 0; j < kColumns; j += kEach) {
+        store_global<kEach * sizeof(acc_t)>(partial + col + j, pack<acc_t, kEach>(v[k] + j));
+      }
+    }
+    return;
+  }
+  const int columns = group.threads * kUnits * kColumns;
+  int contributors = group.slots, contributor = group.slot;
+  if (group.width < 32) {  // first the slots of a warp
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      if (step >= group.width) {
+#pragma unroll
+        for (int k = 0; k < kUnits; ++k) {
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) v[k][j] += __shfl_xor_sync(0xffffffffu, v[k][j], step);
+        }
+      }
+    }
+    contributors = static_cast<int>(blockDim.x) / 32;
+    contributor = static_cast<int>(threadIdx.x) / 32;
+  }
+  acc_t* const sums = reinterpret_cast<acc_t*>(memory);
+  if (group.width == 32 || static_cast<int>(threadIdx.x) % 32 < group.width) {
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      const int col = (k * group.threads + group.thread) * kColumns;
+#pragma unroll
+      for (int j = 0; j < kColumns; j += kEach) {
+        store_shared<kEach * sizeof(acc_t)>(sums + contributor * columns + col + j,
+                                            pack<acc_t, kEach>(v[k] + j));
+      }
+    }
+  }
+  __syncthreads();
+  for (int col = static_cast<int>(threadIdx.x); col < cols; col += static_cast<int>(blockDim.x)) {
+    acc_t sum = 0;
+    for (int c = 0; c < contributors; ++c) {
+      sum += value_of<acc_t>(load_shared<sizeof(acc_t)>(sums + c * columns + col));
+    }
+    store_global<sizeof(acc_t)>(partial + col, chunk_of(sum));
+  }
+  __syncthreads();  // the memory is used again
+}
+
+template <class Statistics, class T, class G, int kUnits, Phase kPhase>
+__global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const BackwardArgs args) {
+  using acc_t = acc_of<T>;
+  constexpr int kWidest = sizeof(T) > sizeof(G) ? sizeof(T) : sizeof(G);
+  constexpr int kColumns = kBackwardUnitBytes / kWidest;
+  constexpr int kX = kColumns * sizeof(T), kG = kColumns * sizeof(G);  // bytes of a unit
+  constexpr acc_t kRounding = sizeof(acc_t) == 8 ? 0x1p-52 : 0x1p-23;  // of 1 / rstd
+  const int rank = args.cluster > 1 ? static_cast<int>(cluster_rank())
+                                    : static_cast<int>(blockIdx.x) % args.blocks_per_row;
+  const int64_t group_index = static_cast<int64_t>(blockIdx.x) / args.blocks_per_row;
+  const int exchange =
+      exchange_bytes(args.threads_per_row < 32 ? 1 : args.threads_per_row / 32, sizeof(acc_t)) *
+      args.rows_per_block;
+  Group group = make_group(args.threads_per_row, args.blocks_per_row, rank, args.rows_per_block,
+                           args.cluster, sizeof(acc_t), shared_memory());
+  char* const weights = shared_memory() + exchange;
+  char* const ring =
+      weights + group.block_threads * kUnits * kColumns * static_cast<int>(sizeof(acc_t));
+  if (args.cluster > 1) cluster_barrier();  // the others have started, and their memory is there
+
+  const int cols = static_cast<int>(args.cols);
+  const auto column = [&](int k) { return (k * group.threads + group.thread) * kColumns; };
+
+  // The weight, in the accumulation type with the offset: in shared memory, one copy for all slots.
+  // (Registers hold grad_weight and grad_bias; with the weight beside them kernels spilled.)
+  constexpr int kEach = kColumns * sizeof(acc_t) < 16 ? kColumns : 16 / sizeof(acc_t);
+  const auto weight_place = [&](int k) {
+    const int in_block = group.thread % group.block_threads;
+    return reinterpret_cast<acc_t*>(weights) + (k * group.block_threads + in_block) * kColumns;
+  };
+  if (args.weight.data != nullptr && group.slot == 0) {
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      acc_t w[kColumns] = {};
+      const int left = cols - column(k);
+      if (left > 0) load_parameter<kColumns>(args.weight, column(k), left, w);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) w[j] += static_cast<acc_t>(args.weight_offset);
+#pragma unroll
+      for (int j = 0; j < kColumns; j += kEach) {
+        store_shared<kEach * sizeof(acc_t)>(weight_place(k) + j, pack<acc_t, kEach>(w + j));
+      }
+    }
+  }
+  __syncthreads();
+  const auto times_weight = [&](int k, acc_t(&g)[kColumns]) {
+    if (args.weight.data == nullptr) return;
+#pragma unroll
+    for (int j = 0; j < kColumns; j += kEach) {
+      acc_t w[kEach];
+      unpack<acc_t, kEach>(load_shared<kEach * sizeof(acc_t)>(weight_place(k) + j), w);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) g[j + i] *= w[i];
+    }
+  };
+  acc_t grad_weight[kUnits][kColumns] = {}, grad_bias[kUnits][kColumns] = {};
+
+  // ---- The ring ----
+  const int segments = static_cast<int>(blockDim.x) / group.width;
+  const int segment = static_cast<int>(threadIdx.x) / group.width;
+  const int stage_bytes = kUnits * segments * (group.width + 1) * (kX + kG);
+  const auto place = [&](int stage, int k, int bytes) {
+    return ring + stage * stage_bytes + (k * segments + segment) * (group.width + 1) * bytes;
+  };
+  const auto grad_place = [&](int stage, int k) {
+    return place(stage, k, kG) + kUnits * segments * (group.width + 1) * kX;
+  };
+  const int64_t row_step = args.groups * args.rows_per_block;
+  const auto input_of = [&](int64_t row) {
+    return static_cast<const char*>(args.input.data) +
+           row_offset(args.input, row) * static_cast<int>(sizeof(T));
+  };
+  const auto grad_output_of = [&](int64_t row) {
+    return static_cast<const char*>(args.grad_output.data) +
+           row_offset(args.grad_output, row) * static_cast<int>(sizeof(G));
+  };
+  const auto fetch = [&](int64_t row, int stage) {
+    if (row < args.rows) {
+      const char *const x = input_of(row), *const g = grad_output_of(row);
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) {
+        const int col = column(k), left = cols - col;
+        copy_unit<sizeof(T), kX>(place(stage, k, kX), group.lane, group.width,
+                                 x + static_cast<int64_t>(col) * static_cast<int>(sizeof(T)), left,
+                                 args.input_source);
+        copy_unit<sizeof(G), kG>(grad_place(stage, k), group.lane, group.width,
+                                 g + static_cast<int64_t>(col) * static_cast<int>(sizeof(G)), left,
+                                 args.grad_output_source);
+      }
+    }
+    commit_copies();
+  };
+  const auto statistic = [&](const void* from, int64_t row) {
+    return from != nullptr && row < args.rows
+               ? value_of<acc_t>(load_global<sizeof(acc_t)>(static_cast<const acc_t*>(from) + row))
+               : acc_t(0);
+  };
+
+  int64_t row_index = group_index * args.rows_per_block + group.slot;
+  for (int s = 0; s + 1 < args.stages; ++s) fetch(row_index + s * row_step, s);
+  acc_t next_mean = statistic(args.mean, row_index), next_rstd = statistic(args.rstd, row_index);
+  int stage = 0, next_stage = args.stages - 1;
+
+  // The block's slots take equally many steps: the warps stay together.
+  for (; row_index - group.slot < args.rows; row_index += row_step) {
+    const bool active = row_index < args.rows;
+    const int row_cols = active ? cols : 0;
+    fetch(row_index + (args.stages - 1) * row_step, next_stage);
+    next_stage = next_stage + 1 == args.stages ? 0 : next_stage + 1;
+    BackwardRow<acc_t> row = {next_mean, next_rstd, 0, 0, 0, 0};
+    next_mean = statistic(args.mean, row_index + row_step);
+    next_rstd = statistic(args.rstd, row_index + row_step);
+
+    // Out of the ring.
+    Chunk<kX> x_raw[kUnits];
+    Chunk<kG> g_raw[kUnits];
+    int x_head = 0, g_head = 0;  // units lie a multiple of their bytes apart: one head for all
+    if (!args.input_source.exact && active) x_head = head_of<kX>(input_of(row_index));
+    if (!args.grad_output_source.exact && active) g_head = head_of<kG>(grad_output_of(row_index));
+    wait_for_oldest(args.stages);
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      const int left = row_cols - column(k);
+      x_raw[k] = staged_unit<sizeof(T), kX>(place(stage, k, kX), group.lane, x_head, left,
+                                            args.input_source.exact);
+      g_raw[k] = staged_unit<sizeof(G), kG>(grad_place(stage, k), group.lane, g_head, left,
+                                            args.grad_output_source.exact);
+    }
+    __syncwarp();  // before the place is filled again
+    stage = stage + 1 == args.stages ? 0 : stage + 1;
+
+    const bool ordinary = row.rstd >= static_cast<acc_t>(Range<acc_t>::kTiny) &&
+                          row.rstd <= static_cast<acc_t>(1 / Range<acc_t>::kTiny);
+    if (!ordinary && active) {
+      Source source = args.input_source;
+      source.data = input_of(row_index);
+      extreme_row<Statistics, T, kColumns>(source, group, args, &row);
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) {
+        acc_t x[kColumns];
+        unpack<T, kColumns>(x_raw[k], x);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) x[j] = std::ldexp(x[j], -row.exponent);
+        x_raw[k] = pack<T, kColumns>(x);
+      }
+    }
+
+    // The row's sums: LayerNorm of t, g and g * t with t = (x - mean) * rstd, RMSNorm of g * x_hat.
+    constexpr int kSums = Statistics::kCentered ? 3 : 1;
+    acc_t sums[kSums] = {};
+    if constexpr (kPhase != Phase::kApply) {
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) {
+        with_columns<kColumns>(row_cols - column(k), [&](auto columns) {
+          acc_t x[kColumns], g[kColumns];
+          unpack<T, kColumns>(x_raw[k], x);
+          unpack<G, kColumns>(g_raw[k], g);
+          times_weight(k, g);
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) {
+            const acc_t gw = columns.has(j) ? g[j] : 0;
+            const acc_t t = columns.has(j) ? (x[j] - row.mean) * row.rstd : 0;
+            if constexpr (Statistics::kCentered) {
+              sums[0] += t;
+              sums[1] += gw;
+            }
+            sums[kSums - 1] = Math::mul_add(gw, t, sums[kSums - 1]);
+          }
+        });
+      }
+    }
+    acc_t* const row_sums = static_cast<acc_t*>(args.row_sums) + row_index * kSums * group.warps;
+    if constexpr (kPhase == Phase::kSums) {
+      reduce_lanes<Sum>(group.mask, group.width, sums);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        if (active && group.lane == 0) {
+          store_global<sizeof(acc_t)>(row_sums + i * group.warps + group.thread / 32,
+                                      chunk_of(sums[i]));
+        }
+      }
+      continue;
+    } else if constexpr (kPhase == Phase::kApply) {
+      reduce_warps<Sum>(group, sums, [&](int i) {
+        return value_of<acc_t>(load_global<sizeof(acc_t)>(row_sums + i));
+      });
+    } else {
+      all_reduce<Sum>(group, sums);
+    }
+    const acc_t count = static_cast<acc_t>(cols);
+    if constexpr (Statistics::kCentered) {
+      const acc_t shift = sums[0] / count;
+      row.minus_shift_rstd = -shift;
+      row.mean_g = sums[1] / count;
+      sums[2] = Math::mul_add(-shift, sums[1], sums[2]);
+    }
+    row.minus_projection =
+        -projection_of(sums[kSums - 1], row.rstd, kRounding, count,
+                       row.exponent == 0 ? args.params : scaled(args.params, row.exponent));
+
+    // Apply.
+    char* const output = static_cast<char*>(args.grad_input) +
+                         (active ? row_index : 0) * args.cols * static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      Chunk<kX> unit = {};
+      const int left = row_cols - column(k);
+      if (left > 0) {
+        acc_t x[kColumns], g[kColumns];
+        forget(x_raw[k]);
+        forget(g_raw[k]);
+        unpack<T, kColumns>(x_raw[k], x);
+        unpack<G, kColumns>(g_raw[k], g);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          x[j] = normalize<Statistics, Math>(x[j], row.mean, row.rstd, row.minus_shift_rstd);
+          // Columns beyond the row gather what is never stored.
+          grad_weight[k][j] =
+              Math::mul_add(g[j], args.round_x_hat ? round_trip<T>(x[j]) : x[j], grad_weight[k][j]);
+          if constexpr (Statistics::kCentered) grad_bias[k][j] += g[j];
+        }
+        times_weight(k, g);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          g[j] =
+              grad_input<Statistics, Math>(g[j], x[j], row.mean_g, row.minus_projection, row.rstd);
+        }
+        if (row.exponent != 0) {
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) g[j] = std::ldexp(g[j], -row.exponent);
+        }
+        unit = pack<T, kColumns>(g);
+      }
+      if (args.grad_input == nullptr) continue;
+      char* const p = output + static_cast<int64_t>(column(k)) * static_cast<int>(sizeof(T));
+      if (args.grad_input_exact) {
+        if (left > 0) store_global<kX>(p, unit);
+      } else {
+        store_shifted<sizeof(T)>(p, unit, left, group.mask, group.lane, group.width);
+      }
+    }
+  }
+
+  wait_copies<0>();
+  if constexpr (kPhase == Phase::kSums) return;
+  if (args.partials == nullptr) return;
+  __syncthreads();  // the ring is empty
+  const int64_t stride = partial_stride(args.cols);
+  acc_t* partial = static_cast<acc_t*>(args.partials) +
+                   group_index * (args.grad_weight + args.grad_bias) * stride;
+  if (args.grad_weight) {
+    store_partial(grad_weight, group, partial, cols, ring);
+    partial += stride;
+  }
+  if (args.grad_bias) store_partial(grad_bias, group, partial, cols, ring);
+}
+
+}  // namespace fusednorm::cuda

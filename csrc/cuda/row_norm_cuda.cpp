@@ -1,0 +1,301 @@
+// The CUDA key, compiled by the host compiler: dtype dispatch, device guard, stream, allocation.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "../checks.h"
+#include "../ops.h"
+#include "../tensor_rows.h"
+#include "kernels/row_norm_launch.h"
+
+#if defined(FUSEDNORM_SIMT)
+#include "simt_host.h"
+#else
+#include "cuda_device.h"
+#endif
+
+namespace fusednorm {
+namespace {
+
+using cuda::BackwardArgs;
+using cuda::ForwardArgs;
+using cuda::LaunchResult;
+
+// ---- The pairs of dtypes there are kernels for ----
+
+constexpr int pair_of(DType in, DType other) {
+  return static_cast<int>(in) * kNumDTypes + static_cast<int>(other);
+}
+
+#define FN_FOR_EACH_PAIR(F)                                                                  \
+  F(kFloat64, kFloat64)                                                                      \
+  F(kFloat32, kFloat32) F(kBFloat16, kBFloat16) F(kFloat16, kFloat16) F(kBFloat16, kFloat32) \
+      F(kFloat16, kFloat32)
+
+auto forward_launcher(DType in, DType out) {
+  switch (pair_of(in, out)) {
+#define FN_CASE(IN, OTHER)               \
+  case pair_of(DType::IN, DType::OTHER): \
+    return cuda::launch_forward<DType::IN, DType::OTHER>;
+    FN_FOR_EACH_PAIR(FN_CASE)
+#undef FN_CASE
+  }
+  TORCH_INTERNAL_ASSERT(false, "checks.h lets no other pair of dtypes pass");
+}
+
+auto backward_launcher(DType in, DType grad) {
+  switch (pair_of(in, grad)) {
+#define FN_CASE(IN, OTHER)               \
+  case pair_of(DType::IN, DType::OTHER): \
+    return cuda::launch_backward<DType::IN, DType::OTHER>;
+    FN_FOR_EACH_PAIR(FN_CASE)
+#undef FN_CASE
+  }
+  TORCH_INTERNAL_ASSERT(false, "checks.h lets no other pair of dtypes pass");
+}
+
+// ---- Tensors as the kernels see them ----
+
+/// Columns count in 32 bits there.
+constexpr int64_t kMaxCols = 1 << 30;
+
+void check_launchable(const Norm& norm, const Tensor& tensor, const Sizes& sizes) {
+  TORCH_CHECK(sizes.cols <= kMaxCols, "fusednorm::", norm.op, ": input: expected rows of at most ",
+              kMaxCols, " elements on ", tensor.device(), ", got ", sizes.cols);
+}
+
+void check_plan(const Norm& norm, const Tensor& tensor, int shared_bytes,
+                const cuda::Architecture& a) {
+  TORCH_CHECK(shared_bytes <= a.shared_per_block, "fusednorm::", norm.op, ": the plan needs ",
+              shared_bytes, " bytes of shared memory a block, but ", tensor.device(), " has ",
+              a.shared_per_block);
+}
+
+void check_launch(const Norm& norm, const LaunchResult& result) {
+  TORCH_CHECK(result.error == 0, "fusednorm::", norm.op, ": the launch of ", result.shape.kernel,
+              " failed: ", cuda::error_text(result.error), " (", result.shape.grid, " blocks of ",
+              result.shape.threads, " threads, clusters of ", result.shape.cluster, ", ",
+              result.shape.shared_bytes, " bytes of shared memory)");
+}
+
+Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor& like) {
+  return at::empty(sizes, like.options().dtype(dtype).memory_format(std::nullopt));
+}
+
+/// Rows whose number counts in 32 bits, or of one stride: what kernels can divide.
+Rows rows_of(const Tensor& tensor, const Sizes& sizes) {
+  Rows rows(tensor, sizes);
+  if (rows.layout.dims > 1 && sizes.rows > std::numeric_limits<int32_t>::max()) {
+    return Rows(tensor.contiguous(), sizes);
+  }
+  return rows;
+}
+
+cuda::Source source_of(const Rows& rows, int columns, const Sizes& sizes) {
+  const int64_t element = rows.tensor.element_size(), chunk = columns * element;
+  const char* const begin = static_cast<const char*>(rows.layout.data);
+  int64_t last = 0;
+  bool exact = reinterpret_cast<uintptr_t>(begin) % chunk == 0 && sizes.cols % columns == 0;
+  for (int64_t d = 0; d < rows.tensor.dim(); ++d) {
+    last += (rows.tensor.size(d) - 1) * rows.tensor.stride(d);
+  }
+  for (int d = 0; d < rows.layout.dims; ++d) exact &= rows.layout.strides[d] * element % chunk == 0;
+  cuda::may_read(rows.tensor);
+  return {nullptr, begin, begin + (last + 1) * element, exact};
+}
+
+bool rows_are_exact(const Tensor& contiguous, int columns, const Sizes& sizes) {
+  const int64_t chunk = columns * contiguous.element_size();
+  return reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % chunk == 0 &&
+         sizes.cols % columns == 0;
+}
+
+/// A weight or bias, copied only where it is not contiguous, does not start on 16 bytes (a slice of
+/// a flat parameter) or is fp64 beside a narrower input.
+struct Affine {
+  Tensor holder;
+  cuda::Parameter parameter{nullptr, DType::kFloat32};
+
+  Affine(const OptionalTensor& source, at::ScalarType acc_dtype) {
+    if (!source.has_value() || !source->defined()) return;
+    holder = source->contiguous();
+    if (holder.scalar_type() == at::kDouble) holder = holder.to(acc_dtype);
+    if (reinterpret_cast<uintptr_t>(holder.const_data_ptr()) % 16 != 0) holder = holder.clone();
+    cuda::may_read(holder);
+    parameter = {holder.const_data_ptr(), dtype_of(holder.scalar_type())};
+  }
+};
+
+void* writable(const Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  cuda::may_write(tensor);
+  return tensor.data_ptr();
+}
+
+// ---- Forward ----
+
+void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& output,
+                  const Tensor& mean, const Tensor& rstd) {
+  const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
+  check_launchable(norm, in.input, sizes);
+  if (sizes.cols == 0) {  // statistics of nothing: 0/0
+    for (const Tensor& statistic : {mean, rstd}) {
+      if (statistic.defined()) statistic.fill_(std::numeric_limits<double>::quiet_NaN());
+    }
+    return;
+  }
+  if (sizes.rows == 0) return;
+  const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
+  const DType in_dtype = dtype_of(in.input.scalar_type());
+  const DType out_dtype = dtype_of(output.scalar_type());
+  const cuda::DeviceGuard guard(in.input);
+  const cuda::Architecture& architecture = cuda::architecture_of(in.input);
+  const auto plan = cuda::forward_plan(sizes.cols, in_dtype, out_dtype, architecture);
+  check_plan(norm, in.input, plan.shared_bytes, architecture);
+
+  const Rows rows = rows_of(in.input, sizes);
+  const Affine weight(in.weight, acc_dtype), bias(in.bias, acc_dtype);
+  ForwardArgs args = {};
+  args.input = rows.layout;
+  args.source = source_of(rows, plan.columns, sizes);
+  args.output = writable(output);
+  args.output_exact = rows_are_exact(output, plan.columns, sizes);
+  args.mean = writable(mean);
+  args.rstd = writable(rstd);
+  args.weight = weight.parameter;
+  args.bias = bias.parameter;
+  args.weight_offset = norm.weight_offset;
+  args.rows = sizes.rows;
+  args.cols = sizes.cols;
+  args.params = norm.params(acc_dtype);
+  args.round_x_hat = norm.llama();
+  args.threads_per_row = plan.threads_per_row;
+  args.rows_per_block = plan.rows_per_block;
+  args.units = plan.units;
+  args.cluster = plan.cluster;
+  check_launch(norm, forward_launcher(in_dtype, out_dtype)(norm.centered, plan, args,
+                                                           cuda::current_stream()));
+  cuda::launched();
+}
+
+// ---- Backward ----
+
+ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
+  const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
+  check_launchable(norm, in.input, sizes);
+  const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
+  const int64_t acc_size = acc_dtype == at::kDouble ? 8 : 4;
+  const auto shape = C10_AS_INTARRAYREF_SLOW(in.normalized_shape);
+  const cuda::DeviceGuard guard(in.input);
+  Tensor grad_input, gradients[2];
+  if (in.output_mask[0]) grad_input = empty(in.input.sizes(), in.input.scalar_type(), in.input);
+  if (in.output_mask[1]) gradients[0] = empty(shape, checks::grad_weight_dtype(in), in.input);
+  if (in.output_mask[2]) gradients[1] = empty(shape, checks::grad_bias_dtype(in), in.input);
+  const int parameters = in.output_mask[1] + in.output_mask[2];
+  const bool any_row = sizes.rows > 0 && (in.output_mask[0] || parameters > 0);
+  if (sizes.cols == 0 || (parameters == 0 && !any_row)) {
+    return {grad_input, gradients[0], gradients[1]};
+  }
+
+  const DType in_dtype = dtype_of(in.input.scalar_type());
+  const DType grad_dtype = dtype_of(in.grad_output.scalar_type());
+  const cuda::Architecture& architecture = cuda::architecture_of(in.input);
+  const auto plan = cuda::backward_plan(sizes.rows, sizes.cols, in_dtype, grad_dtype, norm.centered,
+                                        architecture);
+  check_plan(norm, in.input, plan.shared_bytes, architecture);
+
+  // One workspace: the groups' sums, then, of two launches, the rows' sums.
+  const int64_t stride = cuda::partial_stride(sizes.cols);
+  const int64_t partials = plan.groups * parameters * stride;
+  const int64_t row_sums = plan.cluster < plan.blocks_per_row
+                               ? sizes.rows * (norm.centered ? 3 : 1) * (plan.threads_per_row / 32)
+                               : 0;
+  const Tensor workspace = empty({partials + row_sums}, acc_dtype, in.input);
+  cuda::may_use(workspace);
+
+  const Rows grad_output = rows_of(in.grad_output, sizes), input = rows_of(in.input, sizes);
+  const Tensor mean = in.mean.defined() ? in.mean.contiguous() : Tensor();
+  const Tensor rstd = in.rstd.contiguous();
+  const Affine weight(in.weight, acc_dtype);
+  BackwardArgs args = {};
+  cuda::ReduceArgs reduce = {};
+  if (any_row) {
+    cuda::may_read(rstd);
+    if (mean.defined()) cuda::may_read(mean);
+    args.grad_output = grad_output.layout;
+    args.input = input.layout;
+    args.grad_output_source = source_of(grad_output, plan.columns, sizes);
+    args.input_source = source_of(input, plan.columns, sizes);
+    args.mean = mean.defined() ? mean.const_data_ptr() : nullptr;
+    args.rstd = rstd.const_data_ptr();
+  }
+  args.weight = weight.parameter;
+  args.weight_offset = norm.weight_offset;
+  args.grad_input = writable(grad_input);
+  args.grad_input_exact = grad_input.defined() && rows_are_exact(grad_input, plan.columns, sizes);
+  char* const memory = static_cast<char*>(workspace.data_ptr());
+  args.partials = parameters > 0 ? memory : nullptr;
+  args.grad_weight = in.output_mask[1];
+  args.grad_bias = in.output_mask[2];
+  args.row_sums = memory + partials * acc_size;
+  args.rows = sizes.rows;
+  args.cols = sizes.cols;
+  args.params = norm.params(acc_dtype);
+  args.round_x_hat = norm.llama();
+  args.threads_per_row = plan.threads_per_row;
+  args.rows_per_block = plan.rows_per_block;
+  args.blocks_per_row = plan.blocks_per_row;
+  args.cluster = plan.cluster;
+  args.stages = plan.stages;
+  args.groups = plan.groups;
+  reduce.partials = memory;
+  reduce.groups = plan.groups;
+  reduce.cols = sizes.cols;
+  reduce.stride = stride;
+  for (const Tensor& gradient : gradients) {
+    if (!gradient.defined()) continue;
+    reduce.dtypes[reduce.parameters] = dtype_of(gradient.scalar_type());
+    reduce.gradients[reduce.parameters++] = writable(gradient);
+  }
+  check_launch(norm, backward_launcher(in_dtype, grad_dtype)(norm.centered, plan, args, reduce,
+                                                             cuda::current_stream()));
+  cuda::launched();
+  return {grad_input, gradients[0], gradients[1]};
+}
+
+struct CudaBackend {
+  static Tensor output(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in) {
+    checks::check_forward(norm, in);
+    Tensor output = empty(in.input.sizes(), in.input.scalar_type(), in.input);
+    forward_rows(norm, in, output, Tensor(), Tensor());
+    return output;
+  }
+
+  static ThreeTensors forward(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in,
+                              std::optional<at::ScalarType> out_dtype) {
+    checks::check_forward(norm, in, out_dtype);
+    const auto dtype = in.input.scalar_type();
+    Tensor output = empty(in.input.sizes(), out_dtype.value_or(dtype), in.input);
+    const auto leading = in.input.sizes().slice(0, in.input.dim() - in.normalized_shape.size());
+    const auto statistic = [&] { return empty(leading, accumulation_dtype(dtype), in.input); };
+    Tensor mean = norm.centered ? statistic() : Tensor(), rstd = statistic();
+    forward_rows(norm, in, output, mean, rstd);
+    return {std::move(output), std::move(mean), std::move(rstd)};
+  }
+
+  static ThreeTensors backward(c10::DispatchKeySet, const Norm& norm, const BackwardInputs& in) {
+    checks::check_backward(norm, in);
+    return backward_rows(norm, in);
+  }
+};
+
+}  // namespace
+
+#if defined(FUSEDNORM_SIMT)
+TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { Operators<CudaBackend>::register_on(m); }
+#else
+TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) { Operators<CudaBackend>::register_on(m); }
+#endif
+
+}  // namespace fusednorm

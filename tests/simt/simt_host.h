@@ -1,0 +1,77 @@
+// The functions of csrc/cuda/cuda_device.h for kernels that run on the host: row_norm_cuda.cpp,
+// compiled with FUSEDNORM_SIMT, takes the CPU key and tells the executor which memory a launch may
+// touch.
+//
+// Environment: FUSEDNORM_SIMT_ARCH, the architecture whose plans are used (90);
+// FUSEDNORM_SIMT_SEED, the order in which threads run (0: by number).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "executor.h"
+#include "kernels/row_norm_launch.h"
+
+namespace fusednorm::cuda {
+
+struct DeviceGuard {
+  explicit DeviceGuard(const at::Tensor&) {}
+  ~DeviceGuard() {
+    simt::clear_memory();
+    written().clear();
+  }
+  static std::vector<std::pair<const void*, size_t>>& written() {
+    static std::vector<std::pair<const void*, size_t>> ranges;
+    return ranges;
+  }
+};
+
+inline CUstream_st* current_stream() { return nullptr; }
+
+inline int environment(const char* name, int otherwise) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? otherwise : std::atoi(value);
+}
+
+inline const Architecture& architecture_of(const at::Tensor&) {
+  static Architecture a;
+  a = architecture(environment("FUSEDNORM_SIMT_ARCH", 90));
+  simt::set_seed(static_cast<uint64_t>(environment("FUSEDNORM_SIMT_SEED", 0)));
+  return a;
+}
+
+inline std::string error_text(int error) { return "error " + std::to_string(error); }
+
+/// From the tensor's first byte to its last, gaps between its rows included.
+inline size_t extent(const at::Tensor& tensor) {
+  int64_t last = 0;
+  if (tensor.numel() == 0) return 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  return static_cast<size_t>((last + 1) * tensor.element_size());
+}
+
+inline void may_read(const at::Tensor& tensor) {
+  simt::register_memory(tensor.const_data_ptr(), extent(tensor), false, "an argument");
+}
+
+/// A result: every byte has to be written.
+inline void may_write(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  simt::register_memory(tensor.data_ptr(), extent(tensor), true, "a result");
+  DeviceGuard::written().emplace_back(tensor.const_data_ptr(), extent(tensor));
+}
+
+/// Scratch memory: may be written, and read by a later launch.
+inline void may_use(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  simt::register_memory(tensor.data_ptr(), extent(tensor), true, "the workspace");
+}
+
+inline void launched() {
+  for (const auto& [begin, bytes] : DeviceGuard::written()) simt::expect_all_written(begin, bytes);
+}
+
+}  // namespace fusednorm::cuda
