@@ -1,6 +1,7 @@
 """Shared by all tests: both norms behind one interface, a fixed seed, and the device."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,12 @@ import reference
 from fusednorm import functional
 
 TEST_DEVICE = os.environ.get("FUSEDNORM_TEST_DEVICE")
+
+# The library of tests/simt/: from here on the CPU key runs the CUDA kernels, thread by thread.
+SIMT_LIBRARY = os.environ.get("FUSEDNORM_SIMT_LIBRARY")
+if SIMT_LIBRARY:
+    warnings.filterwarnings("ignore", message=r"[\s\S]*Overriding a previously registered kernel")
+    torch.ops.load_library(SIMT_LIBRARY)
 
 
 @dataclass(frozen=True)

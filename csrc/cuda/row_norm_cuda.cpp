@@ -28,10 +28,10 @@ constexpr int pair_of(DType in, DType other) {
   return static_cast<int>(in) * kNumDTypes + static_cast<int>(other);
 }
 
-#define FN_FOR_EACH_PAIR(F)                                                                  \
-  F(kFloat64, kFloat64)                                                                      \
-  F(kFloat32, kFloat32) F(kBFloat16, kBFloat16) F(kFloat16, kFloat16) F(kBFloat16, kFloat32) \
-      F(kFloat16, kFloat32)
+#define FN_FOR_EACH_PAIR(F) \
+  F(kFloat64, kFloat64)     \
+  F(kFloat32, kFloat32)     \
+  F(kBFloat16, kBFloat16) F(kFloat16, kFloat16) F(kBFloat16, kFloat32) F(kFloat16, kFloat32)
 
 auto forward_launcher(DType in, DType out) {
   switch (pair_of(in, out)) {

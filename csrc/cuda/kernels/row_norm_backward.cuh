@@ -43,9 +43,11 @@ __device__ __forceinline__ void extreme_row(const Source& source, Group& group,
     data.rescale(exponent);
     const auto statistics =
         row_statistics<Statistics, acc_t>(data, block, args.cols, scaled(args.params, exponent));
-    row->mean = statistics.mean;
-    row->rstd = statistics.rstd;
-    row->exponent = exponent;
+    if (!Statistics::kCentered || statistics.variance != 0) {  // a constant row is right as it is
+      row->mean = statistics.mean;
+      row->rstd = statistics.rstd;
+      row->exponent = exponent;
+    }
   }
   group.turn = block.turn;
   if (group.cluster > 1) cluster_barrier();  // before others write to this block's exchange memory

@@ -160,7 +160,8 @@ struct RowStatistics {
   acc_t mean;  // 0 for RMSNorm
   acc_t rstd;
   acc_t minus_shift_rstd;  // see row_norm.h
-  bool extreme;            // squares over- or underflowed, or the row is not finite
+  acc_t variance;
+  bool extreme;  // squares over- or underflowed, or the row is not finite
 };
 
 constexpr int kAccumulators = 4;  // independent chains of additions of a thread
@@ -171,7 +172,8 @@ __device__ __forceinline__ acc_t sum_of(const acc_t (&a)[kAccumulators]) {
 }
 
 /// Two passes: the mean; then the deviations from it and their squares. The mean of the deviations
-/// is what the rounded mean is off by, and takes its share out of the variance.
+/// is what the first mean is off by: it takes its share out of the variance and mends the mean, so
+/// that of a constant row nothing is left.
 template <class Statistics, class acc_t, class Row>
 __device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& group, int64_t cols,
                                                                const NormParams& params) {
@@ -205,10 +207,11 @@ __device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& 
     });
     acc_t sums[2] = {sum_of(deviation), sum_of(square)};
     all_reduce<Sum>(group, sums);
-    const acc_t shift = sums[0] / count;
+    const acc_t shift = sums[0] / count, first = result.mean;
     squares = Math::mul_add(-sums[0], shift, sums[1]);
     if (squares < 0) squares = 0;
-    result.minus_shift_rstd = -shift;  // times rstd below
+    result.mean = first + shift;
+    result.minus_shift_rstd = -((first - result.mean) + shift);  // times rstd below
     result.extreme = !(sums[1] <= Range<acc_t>::kHuge);
   } else {
     acc_t square[kAccumulators] = {};
@@ -225,10 +228,11 @@ __device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& 
     squares = sums[0];
     result.extreme = !(squares <= Range<acc_t>::kHuge);
   }
-  const acc_t variance = variance_of(squares, count, params);
-  result.rstd = reciprocal_deviation(variance, params);
+  result.variance = variance_of(squares, count, params);
+  result.rstd = reciprocal_deviation(result.variance, params);
   result.minus_shift_rstd *= result.rstd;
-  result.extreme |= !(variance_floor(variance, params) >= static_cast<acc_t>(Range<acc_t>::kTiny));
+  result.extreme |=
+      !(variance_floor(result.variance, params) >= static_cast<acc_t>(Range<acc_t>::kTiny));
   return result;
 }
 
@@ -317,12 +321,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
     RowStatistics<acc_t> statistics =
         row_statistics<Statistics, acc_t>(data, group, cols, args.params);
     int exponent = 0;
+    acc_t saved_rstd = statistics.rstd;
     if (statistics.extreme && active) {
       exponent = scaling_exponent<acc_t>(data, group, args.params);
       if (exponent != 0) {
         data.rescale(exponent);
         statistics =
             row_statistics<Statistics, acc_t>(data, group, cols, scaled(args.params, exponent));
+      }
+      saved_rstd = power_of_two_times(statistics.rstd, -exponent);
+      if (Statistics::kCentered && statistics.variance == 0) {
+        // A constant row: x - mean is 0 at any scale, and rstd a matter of eps alone; not 0 times
+        // infinity where that is beyond acc_t.
+        saved_rstd = reciprocal_deviation(acc_t(0), args.params);
+        if (std::isinf(saved_rstd) && args.params.eps > 0) {
+          saved_rstd = static_cast<acc_t>(Range<acc_t>::kHuge);
+        }
+        statistics.rstd = saved_rstd;
+        statistics.minus_shift_rstd = 0;
       }
     }
     if (active && group.thread == 0) {
@@ -331,8 +347,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
                                     chunk_of(power_of_two_times(statistics.mean, exponent)));
       }
       if (args.rstd != nullptr) {
-        store_global<sizeof(acc_t)>(static_cast<acc_t*>(args.rstd) + row,
-                                    chunk_of(power_of_two_times(statistics.rstd, -exponent)));
+        store_global<sizeof(acc_t)>(static_cast<acc_t*>(args.rstd) + row, chunk_of(saved_rstd));
       }
     }
 
