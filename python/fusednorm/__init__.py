@@ -1,4 +1,4 @@
-"""Fused LayerNorm and RMSNorm for PyTorch (on the CPU so far).
+"""Fused LayerNorm and RMSNorm for PyTorch, on the CPU and on CUDA.
 
 ``fusednorm.LayerNorm`` and ``fusednorm.RMSNorm`` stand in for ``torch.nn``'s; ``fusednorm.functional`` has
 the functions; ``torch.ops.fusednorm`` the operators, which C++ programs reach too.
@@ -11,6 +11,7 @@ from fusednorm import functional
 from fusednorm._load import build_info, cmake_prefix_path, library_path
 from fusednorm.decompositions import decompositions
 from fusednorm.modules import LayerNorm, RMSNorm
+from fusednorm.plans import explain
 
 __version__: str = _load.VERSION
 
@@ -20,6 +21,7 @@ __all__ = [
     "build_info",
     "cmake_prefix_path",
     "decompositions",
+    "explain",
     "functional",
     "library_path",
 ]
