@@ -76,32 +76,7 @@ inline void launched() {
 
 }  // namespace fusednorm::cuda
 
-// ---- For tests/test_simt.py, by ctypes ----
-
-#define FN_EXPORT extern "C" __attribute__((visibility("default"), used)) inline
-
-/// Kernels that ran here since the library was loaded.
-FN_EXPORT uint64_t fusednorm_simt_launches() { return simt::statistics().launches; }
-
-FN_EXPORT void fusednorm_simt_forward_plan(int arch, int in, int out, int64_t cols,
-                                           int64_t* fields) {
-  using namespace fusednorm;
-  const auto p = cuda::forward_plan(cols, static_cast<DType>(in), static_cast<DType>(out),
-                                    cuda::architecture(arch));
-  for (const int64_t field : {static_cast<int>(p.residence), p.unit_bytes, p.columns, p.units,
-                              p.threads_per_row, p.rows_per_block, p.cluster}) {
-    *fields++ = field;
-  }
-}
-
-FN_EXPORT void fusednorm_simt_backward_plan(int arch, int in, int grad, bool centered, int64_t rows,
-                                            int64_t cols, int64_t* fields) {
-  using namespace fusednorm;
-  const auto p = cuda::backward_plan(rows, cols, static_cast<DType>(in), static_cast<DType>(grad),
-                                     centered, cuda::architecture(arch));
-  for (const int64_t field :
-       {int64_t{p.columns}, int64_t{p.units}, int64_t{p.threads_per_row}, int64_t{p.rows_per_block},
-        int64_t{p.blocks_per_row}, int64_t{p.cluster}, p.groups, int64_t{p.stages}}) {
-    *fields++ = field;
-  }
+/// Kernels that ran here since the library was loaded; for tests/test_simt.py, by ctypes.
+extern "C" __attribute__((visibility("default"), used)) inline uint64_t fusednorm_simt_launches() {
+  return simt::statistics().launches;
 }

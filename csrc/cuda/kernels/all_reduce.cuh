@@ -17,11 +17,12 @@ struct Group {
   unsigned mask;      // those lanes
   int warps;          // of the row; 1 where it has a warp or less
   int cluster;        // blocks that share the row through distributed shared memory
-  char* exchange;     // exchange_bytes(warps, ...) for this row
+  char* exchange;     // exchange_bytes for this row
+  char* memory;       // the block's shared memory beyond the exchange of all its rows
   int turn;           // 0, 1: the half of `exchange` that comes next
 };
 
-/// `rank`: which of the row's blocks this is. `shared`: the block's exchange memory.
+/// `rank`: which of the row's blocks this is. `shared`: the block's shared memory.
 __device__ __forceinline__ Group make_group(int threads_per_row, int blocks_per_row, int rank,
                                             int slots, int cluster, int acc_size, char* shared) {
   Group g;
@@ -37,7 +38,9 @@ __device__ __forceinline__ Group make_group(int threads_per_row, int blocks_per_
       g.width == 32 ? 0xffffffffu : ((1u << g.width) - 1) << (in_block % 32 / g.width * g.width);
   g.warps = threads_per_row < 32 ? 1 : threads_per_row / 32;
   g.cluster = cluster;
-  g.exchange = shared + g.slot * exchange_bytes(g.warps, acc_size);
+  const int bytes = exchange_bytes(cluster > 1 ? g.threads : g.block_threads, acc_size);
+  g.exchange = shared + g.slot * bytes;
+  g.memory = shared + slots * bytes;
   g.turn = 0;
   return g;
 }

@@ -73,7 +73,9 @@ struct ForwardPlan {
 constexpr int kReducedValues = 3;  // of one all_reduce at most
 
 /// Bytes of the buffer in which the warps of one row exchange sums; twice, to be used in turn.
-constexpr int exchange_bytes(int warps, int acc_size) {
+/// `threads`: those of the row in the block, or in the cluster.
+constexpr int exchange_bytes(int threads, int acc_size) {
+  const int warps = threads / 32;
   return warps > 1 ? static_cast<int>(round_up(2 * kReducedValues * warps * acc_size, 16)) : 0;
 }
 
@@ -148,7 +150,7 @@ constexpr ForwardPlan forward_plan(int64_t cols, DType in, DType out, const Arch
     plan.threads_per_row = kLoopThreads * plan.cluster;
     plan.units = static_cast<int>(ceil_div(units, plan.threads_per_row));
   }
-  plan.shared_bytes = exchange_bytes(plan.threads_per_row / 32, acc_size);
+  plan.shared_bytes = exchange_bytes(plan.threads_per_row, acc_size);
   int in_flight = held * size_of(in) / widest;  // of a thread
   if (plan.residence == Residence::kShared) {
     const int chunk = plan.columns * size_of(in);
@@ -206,10 +208,12 @@ constexpr double quantisation_loss(int64_t blocks, int sms) {
 /// What backward_plan puts into a block's shared memory, apart from the ring.
 constexpr int backward_shared_bytes(const BackwardPlan& plan, int acc_size, int ring) {
   const int contributors = plan.threads_per_row < 32 ? kBackwardThreads / 32 : plan.rows_per_block;
-  const int columns = plan.threads_per_row / plan.blocks_per_row * plan.units * plan.columns;
+  const int block_threads = plan.threads_per_row / plan.blocks_per_row;  // of one row
+  const int columns = block_threads * plan.units * plan.columns;
   // The slots' sums are added where the ring was.
   const int combine = contributors > 1 ? contributors * columns * acc_size : 0;
-  return exchange_bytes(plan.threads_per_row / 32, acc_size) * plan.rows_per_block +
+  return exchange_bytes(plan.cluster > 1 ? plan.threads_per_row : block_threads, acc_size) *
+             plan.rows_per_block +
          columns * acc_size + (ring > combine ? ring : combine);
 }
 
@@ -247,11 +251,11 @@ constexpr BackwardPlan backward_plan(int64_t rows, int64_t cols, DType in, DType
   int stage = 0;
   for (plan.blocks_per_row = static_cast<int>(spread);; plan.blocks_per_row *= 2) {
     plan.threads = plan.threads_per_row * plan.rows_per_block / plan.blocks_per_row;
+    plan.cluster = plan.blocks_per_row <= a.max_cluster ? plan.blocks_per_row : 1;
     stage = plan.units * segment_bytes(plan.threads, width, chunks);
     const bool fits = backward_shared_bytes(plan, acc_size, 2 * stage) <= a.shared_per_block;
     if (fits || plan.rows_per_block > 1 || plan.blocks_per_row > spread) break;
   }
-  plan.cluster = plan.blocks_per_row <= a.max_cluster ? plan.blocks_per_row : 1;
 
   // Groups: as many blocks as keep the partial sums, written and read once, under 5 % of the
   // traffic of the rows; for few rows at least two to a slot.

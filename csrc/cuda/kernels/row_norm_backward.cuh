@@ -119,12 +119,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
   const int rank = args.cluster > 1 ? static_cast<int>(cluster_rank())
                                     : static_cast<int>(blockIdx.x) % args.blocks_per_row;
   const int64_t group_index = static_cast<int64_t>(blockIdx.x) / args.blocks_per_row;
-  const int exchange =
-      exchange_bytes(args.threads_per_row < 32 ? 1 : args.threads_per_row / 32, sizeof(acc_t)) *
-      args.rows_per_block;
   Group group = make_group(args.threads_per_row, args.blocks_per_row, rank, args.rows_per_block,
                            args.cluster, sizeof(acc_t), shared_memory());
-  char* const weights = shared_memory() + exchange;
+  char* const weights = group.memory;
   char* const ring =
       weights + group.block_threads * kUnits * kColumns * static_cast<int>(sizeof(acc_t));
   if (args.cluster > 1) cluster_barrier();  // the others have started, and their memory is there

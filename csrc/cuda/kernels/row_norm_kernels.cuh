@@ -305,7 +305,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
     const int rank = args.cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
     Group group = make_group(args.threads_per_row, args.cluster, rank, args.rows_per_block,
                              args.cluster, sizeof(acc_t), shared_memory());
-    char* const row_memory = shared_memory() + exchange_bytes(group.warps, sizeof(acc_t));
     if (args.cluster > 1) cluster_barrier();  // the others have started, and their memory is there
 
     const int64_t row =
@@ -316,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
     source.data = static_cast<const char*>(args.input.data) +
                   (active ? row_offset(args.input, row) : 0) * static_cast<int>(sizeof(T));
     Row data;
-    data.fetch(source, cols, group, args.units, row_memory);
+    data.fetch(source, cols, group, args.units, group.memory);
 
     RowStatistics<acc_t> statistics =
         row_statistics<Statistics, acc_t>(data, group, cols, args.params);
