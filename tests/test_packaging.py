@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import fusednorm
+
 ROOT = Path(__file__).resolve().parent.parent
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 FORWARD = "import torch, fusednorm; print(fusednorm.LayerNorm(4)(torch.arange(4.0)).sum().item())"
@@ -45,8 +47,9 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(archive: Path) -> Path:
+    """Without CUDA, as on a machine that has no nvcc: its kernels are compiled by the build itself."""
     command = [*PIP, "wheel", "--no-build-isolation", "--no-deps", "-w", str(archive.parent), str(archive)]
-    made = _run(command, archive.parent)
+    made = _run(command, archive.parent, FUSEDNORM_CUDA="0")
     assert made.returncode == 0, made.stderr[-3000:]
     return next(archive.parent.glob("*.whl"))
 
@@ -96,6 +99,17 @@ def test_installed_package_works_anywhere(installed: Path, tmp_path: Path) -> No
     assert torch.__version__.startswith(ran.stdout.strip()), ran.stderr
 
 
+def test_cpu_build_says_so_to_a_cuda_tensor(installed: Path, tmp_path: Path) -> None:
+    """Field report B74. The CUDA key's kernel is called by key: there need be no GPU."""
+    code = (
+        "import torch, fusednorm; assert fusednorm.build_info()['cuda'] is None\n"
+        "keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)\n"
+        "torch.ops.fusednorm.rms_norm.default.redispatch(keys, torch.ones(2, 4), [4])"
+    )
+    ran = _import(installed, tmp_path, code)
+    assert "fusednorm::rms_norm: fusednorm was built without CUDA" in ran.stderr
+
+
 def test_import_errors_say_what_to_do(installed: Path, tmp_path: Path) -> None:
     """Field report B67: the library absent, corrupt, for another torch; never a silent fallback."""
     library, built = installed / "fusednorm/lib/libfusednorm.so", installed / "fusednorm/_built.py"
@@ -135,3 +149,21 @@ def test_configuring_without_nvcc_says_cpu_build(tmp_path: Path) -> None:
     command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path / "b"), f"-DPython_EXECUTABLE={sys.executable}"]
     ran = _run([*command, "-DFUSEDNORM_BUILD_TESTS=OFF", "-DCMAKE_CUDA_COMPILER=NOTFOUND"], tmp_path)
     assert ran.returncode == 0 and "fusednorm: CPU build without CUDA" in ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "80-real;90-real;100-real;120"),
+        ({"TORCH_CUDA_ARCH_LIST": "8.0 9.0+PTX"}, "80-real;90"),
+        ({"TORCH_CUDA_ARCH_LIST": "9.0", "FUSEDNORM_CUDA_ARCHS": "100-real;120"}, "100-real;120"),
+    ],
+)
+def test_architectures_are_as_asked(tmp_path: Path, environment: dict[str, str], expected: str) -> None:
+    """Field report B74: TORCH_CUDA_ARCH_LIST set or empty, no GPU."""
+    if fusednorm.build_info()["cuda"] is None:
+        pytest.skip("no nvcc")
+    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path / "b"), f"-DPython_EXECUTABLE={sys.executable}"]
+    ran = _run([*command, "-DFUSEDNORM_BUILD_TESTS=OFF"], tmp_path, **environment)
+    assert ran.returncode == 0, ran.stderr
+    assert f" for {expected}\n" in ran.stdout
