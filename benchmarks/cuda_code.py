@@ -1,8 +1,8 @@
-"""Reads the CUDA kernels that were compiled: registers, access widths, occupancy, bytes in flight. No GPU needed.
+"""Reads the compiled CUDA kernels: registers, access widths, occupancy, bytes in flight. Needs no GPU.
 
-The tools (cuobjdump, nvdisasm) are those of the Triton wheel that torch brings, or a toolkit's. For every plan of
-launch_config.h the kernel that it launches is looked up, and the plan's promises are counted again from the code:
-blocks on an SM by the registers that the kernel really has, and the bytes that are on their way to an SM.
+The tools (cuobjdump, nvdisasm) are those of the Triton wheel that torch brings, or a toolkit's. For a plan of
+launch_config.h the kernel that it launches is looked up, and what the plan promises is counted again from the
+code: blocks on an SM by the registers that the kernel really has, and the bytes on their way to an SM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import heapq
 import importlib.util
+import itertools
 import json
 import re
 import shutil
@@ -18,11 +20,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 COLUMNS = (32, 256, 512, 768, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576)
 DTYPES = ("bfloat16", "float32")
@@ -42,17 +44,15 @@ class NothingToRead(RuntimeError):
 # ---- Instructions ----
 
 
-@dataclass(frozen=True)
-class Instruction:
-    address: int
+class Instruction(NamedTuple):
     predicate: str  # "@P0", "@!PT", or ""
     opcode: str
     operands: str
 
-    @functools.cached_property
-    def registers(self) -> frozenset[int]:
+    @property
+    def registers(self) -> set[int]:
         """Those that are named, read or written. A wide operand is named by its first."""
-        return frozenset(int(r) for r in re.findall(r"\bR(\d+)\b", self.operands))
+        return {int(r) for r in re.findall(r"\bR(\d+)\b", self.operands)}
 
     @property
     def base(self) -> str:
@@ -60,23 +60,35 @@ class Instruction:
 
     @property
     def bits(self) -> int:
-        """Of a memory access, a thread: 32 where the name has no width."""
-        widths = re.findall(r"\.(256|128|64|[US]16|[US]8)\b", self.opcode + ".")
-        return int(widths[-1].lstrip("US")) if widths else 32
+        return bits_of(self.opcode)
 
     @property
-    def is_double(self) -> bool:
-        """An fp64 instruction, conversions included."""
-        return bool(re.match(r"D(ADD|MUL|FMA|SETP|MNMX|FMNMX)\b", self.opcode)) or ".F64" in self.opcode
+    def loaded(self) -> set[int]:
+        """The registers that a load writes: those named before its address, a 256-bit one's are two."""
+        named = [int(r) for r in re.findall(r"\bR(\d+)", re.split(r"desc|\[", self.operands)[0])]
+        each = self.bits // 32 // max(len(named), 1)
+        return {first + i for first in named for i in range(each)}
 
     def targets(self) -> list[str]:
         return re.findall(r"\.L_x_\d+", self.operands)
+
+
+def bits_of(opcode: str) -> int:
+    """What a memory access moves for a thread: 32 where the name has no width."""
+    widths = re.findall(r"\.(256|128|64|[US]?16|[US]?8)(?=\.|$)", opcode)
+    return int(widths[-1].lstrip("US")) if widths else 32
+
+
+def is_double(opcode: str) -> bool:
+    """An fp64 instruction, conversions included."""
+    return bool(re.match(r"D(ADD|MUL|FMA|SETP|SET|MNMX)\b", opcode)) or ".F64" in opcode or "64H" in opcode
 
 
 GLOBAL_LOADS = frozenset({"LDG", "LDGSTS", "UBLKCP"})
 GLOBAL_STORES = frozenset({"STG"})
 ATOMICS = frozenset({"RED", "REDG", "REDS", "ATOM", "ATOMG", "ATOMS"})
 SPILLS = frozenset({"LDL", "STL"})
+SUMS = frozenset({"SHFL", "BAR", "UCGABAR_ARV"})  # a row's threads meet
 MEMORY = GLOBAL_LOADS | GLOBAL_STORES | ATOMICS | SPILLS | {"LD", "ST", "LDS", "STS"}
 
 
@@ -122,31 +134,59 @@ class Kernel:
         return " ".join(filter(None, (self.family, self.norm, dtypes, how))) + units + unit
 
     @functools.cached_property
-    def instructions(self) -> list[Instruction]:
-        return [instruction for block in self.blocks for instruction in block.instructions]
-
-    @functools.cached_property
     def opcodes(self) -> Counter[str]:
-        return Counter(i.opcode for i in self.instructions)
+        return Counter(match[2] for match in _LINE.finditer(self.code))
 
-    @functools.cached_property
+    @property
     def blocks(self) -> list[Block]:
-        return _blocks(self.code)
+        return _blocks(self.code)  # large, and not kept
 
     @property
     def is_empty(self) -> bool:
         """The kernel of another architecture's unit size: it touches no memory."""
-        return not re.search(rf"\*/\s+(@\S+ +)?({'|'.join(sorted(MEMORY))})\b", self.code)
+        return self.count(MEMORY) == 0
 
     def count(self, bases: frozenset[str]) -> int:
         return sum(n for opcode, n in self.opcodes.items() if opcode.split(".", 1)[0] in bases)
 
     def widths(self, bases: frozenset[str]) -> Counter[int]:
         """Instructions by the bits that a thread moves."""
-        return Counter(i.bits for i in self.instructions if i.base in bases)
+        widths = Counter[int]()
+        for opcode, n in self.opcodes.items():
+            if opcode.split(".", 1)[0] in bases:
+                widths[bits_of(opcode)] += n
+        return widths
+
+    @functools.cached_property
+    def barriers(self) -> int:
+        """Those that a block claims: all 16 where one is named at run time."""
+        named = re.findall(r" BAR\.\S+ (R\d+|0x[0-9a-f]+)", self.code)
+        return 16 if any(n[0] == "R" for n in named) else 1 + max((int(n, 16) for n in named), default=0)
+
+    @functools.cached_property
+    def loads_together(self) -> int:
+        """Wide loads of the input that are outstanding together; see input_loads."""
+        return input_loads(self.blocks, 8 * min(16, self.input_chunk or 16))
+
+    @functools.cached_property
+    def double_on_the_way(self) -> list[str] | None:
+        return least_double(self)
+
+    @property
+    def input_chunk(self) -> int:
+        """Bytes of the input in a unit; 0 where the name says none."""
+        return self.unit_bytes * SIZE[self.dtype] // self._widest if self.unit_bytes else 0
+
+    @property
+    def other_chunk(self) -> int:
+        return self.unit_bytes * SIZE[self.other] // self._widest if self.unit_bytes else 0
+
+    @property
+    def _widest(self) -> int:
+        return max(SIZE[self.dtype], SIZE[self.other])
 
 
-_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);?")
+_LINE = re.compile(r"^ +/\*[0-9a-f]{4,}\*/ +(?:(@!?U?P\w+) +)?([A-Z][\w.]*) *([^;\n]*)", re.M)
 _ENDS = frozenset({"BRA", "BRX", "JMP", "EXIT", "RET", "CALL", "WARPSYNC", "BREAK", "JMX"})
 
 
@@ -175,7 +215,7 @@ def _blocks(code: str) -> list[Block]:
         match = _LINE.match(line)
         if not match:
             continue
-        instruction = Instruction(int(match[1], 16), match[2] or "", match[3], match[4].strip())
+        instruction = Instruction(match[1] or "", sys.intern(match[2]), match[3].strip())
         blocks[-1].instructions.append(instruction)
         if instruction.base in _ENDS and instruction.base != "CALL":
             goes_on = bool(instruction.predicate) and instruction.predicate != "@PT"
@@ -193,64 +233,128 @@ def _blocks(code: str) -> list[Block]:
     return blocks
 
 
-def straight_loads(block: Block, bits: int = 128) -> int:
+def straight_loads(instructions: Iterable[Instruction], bits: int = 128) -> int:
     """The most global loads of `bits` or more in one straight run before the first use of any of them.
 
     Sound: whatever reads a loaded register names a register in the range that the load wrote.
     """
     most, loads, outstanding = 0, 0, set[int]()
-    for instruction in block.instructions:
-        is_load = instruction.base == "LDG" and instruction.bits >= bits
+    for instruction in instructions:
         if instruction.registers & outstanding:
             loads, outstanding = 0, set()
-        if is_load:
-            first = int(re.match(r"(?:P\w+, )?R(\d+)", instruction.operands)[1])  # type: ignore[index]
-            outstanding |= set(range(first, first + instruction.bits // 32))
+        if instruction.base == "LDG" and instruction.bits >= bits:
+            outstanding |= instruction.loaded
             loads += 1
             most = max(most, loads)
     return most
 
 
-def input_loads(kernel: Kernel) -> int:
-    """straight_loads of the blocks that are reached before the first sum over lanes: loads of the input."""
-    return max((straight_loads(b) for b in _before_sums(kernel)), default=0)
+def straight_on(blocks: Sequence[Block], start: int, most_blocks: int = 12) -> Iterator[Instruction]:
+    """The code from a block on with no conditional branch taken: what a thread with a full row runs."""
+    at: int | None = start
+    for _ in range(most_blocks):
+        if at is None:
+            return
+        yield from blocks[at].instructions
+        # Where it falls through, that is the last of the successors; else the only one is jumped to.
+        at = blocks[at].successors[-1] if blocks[at].successors else None
 
 
-def _before_sums(kernel: Kernel) -> Iterator[Block]:
+def before_sums(blocks: Sequence[Block]) -> Iterator[int]:
+    """Blocks that are reached from the start without passing a sum over lanes, and that load."""
     seen, todo = {0}, [0]
     while todo:
-        block = kernel.blocks[todo.pop()]
-        sums = [i for i, x in enumerate(block.instructions) if x.base in ("SHFL", "BAR", "UCGABAR_ARV")]
-        yield Block(block.instructions[: sums[0]] if sums else block.instructions)
-        if not sums:
-            todo += [s for s in block.successors if s not in seen]
-            seen.update(block.successors)
+        at = todo.pop()
+        if any(i.base == "LDG" for i in blocks[at].instructions):
+            yield at
+        if not any(i.base in SUMS for i in blocks[at].instructions):
+            todo += [s for s in blocks[at].successors if s not in seen]
+            seen.update(blocks[at].successors)
+
+
+def input_loads(blocks: Sequence[Block], bits: int = 128) -> int:
+    """straight_loads from the blocks on that come before the first sum over lanes: loads of the input.
+
+    Up to 2 may be the two chunks that cover one unit of a row that does not start on a chunk.
+    """
+    runs = (
+        itertools.takewhile(lambda i: i.base not in SUMS, straight_on(blocks, b)) for b in before_sums(blocks)
+    )
+    return max((straight_loads(run, bits) for run in runs), default=0)
 
 
 def least_double(kernel: Kernel) -> list[str] | None:
-    """The fp64 instructions on the way, from the start to a wide store of the output, that has fewest.
+    """The fp64 instructions on the way through a row that has fewest: load, sum, store.
 
-    What an extreme row alone needs is not on it. None: no such way was found.
+    What only an extreme row needs is not on it. None: no such way was found.
     """
     blocks = kernel.blocks
-    cost = [[i.opcode for i in b.instructions if i.is_double] for b in blocks]
-    best: dict[int, list[str]] = {}
-    todo = [(0, 0, 0, [])]  # type: list[tuple[int, int, int, list[str]]]
-    import heapq
+    wide = 128 if any(bits >= 128 for bits in kernel.widths(GLOBAL_STORES)) else 0
+    waypoints = [frozenset({"DEPBAR"}) if kernel.family == "backward" else GLOBAL_LOADS]
+    if any(opcode.startswith("SHFL.BFLY") for opcode in kernel.opcodes):
+        waypoints.append(frozenset({"SHFL"}))
+    waypoints.append(GLOBAL_STORES)
+    cost = [[i.opcode for i in b.instructions if is_double(i.opcode)] for b in blocks]
 
-    order = 0
+    def passed(at: int, waypoint: int) -> int:
+        for i in blocks[at].instructions:
+            last = waypoint == len(waypoints) - 1
+            if waypoint < len(waypoints) and i.base in waypoints[waypoint] and (not last or i.bits >= wide):
+                waypoint += 1
+        return waypoint
+
+    done = set[tuple[int, int]]()
+    todo: list[tuple[int, int, int, int, list[str]]] = [(len(cost[0]), 0, 0, 0, cost[0])]
+    order = itertools.count(1)
     while todo:
-        _, _, at, way = heapq.heappop(todo)
-        if at in best:
+        _, _, at, waypoint, way = heapq.heappop(todo)
+        if (at, waypoint) in done:
             continue
-        best[at] = way = way + cost[at]
-        if any(i.base in GLOBAL_STORES and i.bits >= 128 for i in blocks[at].instructions):
+        done.add((at, waypoint))
+        waypoint = passed(at, waypoint)
+        if waypoint == len(waypoints):
             return way
         for s in blocks[at].successors:
-            if s not in best:
-                order += 1
-                heapq.heappush(todo, (len(way) + len(cost[s]), order, s, way))
+            longer = way + cost[s]
+            heapq.heappush(todo, (len(longer), next(order), s, waypoint, longer))
     return None
+
+
+# ---- What is wrong with a kernel ----
+
+
+def faults(kernel: Kernel) -> list[str]:
+    """Stack, local memory, spills, atomics; fp64 on the way of an ordinary row of another dtype.
+
+    Conversions to fp32 are no fault: eps and the weight's offset are doubles among the arguments.
+    """
+    found = [f"{name} {n}" for name, n in (("stack", kernel.stack), ("local", kernel.local)) if n]
+    for what, bases in (("spills", SPILLS), ("atomics", ATOMICS)):
+        if n := kernel.count(bases):
+            found.append(f"{n} {what}")
+    if kernel.dtype != "float64" and not kernel.is_empty and any(map(is_double, kernel.opcodes)):
+        way = kernel.double_on_the_way
+        if way is None:
+            found.append("no way found from a load to a store")
+        elif double := sorted(set(way) - {"F2F.F32.F64"}):
+            found.append(f"fp64 in an ordinary row: {', '.join(double)}")
+    return found
+
+
+def narrow(kernel: Kernel, loads: int = 0, stores: int = 0) -> list[str]:
+    """Accesses of full width that the kernel lacks, by its units or by the bits that are given."""
+    base = frozenset({"LDG"})
+    if kernel.family == "backward" or kernel.residence == "shared memory":
+        base = frozenset({"LDGSTS"})  # 128 bits at most
+    most = 8 * (kernel.unit_bytes if base == {"LDG"} else 16)
+    loads = loads or min(8 * kernel.input_chunk, most)
+    if not stores and kernel.phase != "sums":
+        stores = 8 * (kernel.input_chunk if kernel.family == "backward" else kernel.other_chunk)
+    found = []
+    for what, bases, bits in (("loads", base, loads), ("stores", GLOBAL_STORES, stores)):
+        if bits and bits not in (widths := kernel.widths(bases)):
+            found.append(f"no {bits}-bit {what}: {dict(widths)}")
+    return found
 
 
 # ---- Reading a library ----
@@ -308,7 +412,7 @@ def architectures(library: Path) -> list[int]:
 
 def describe(kernel: Kernel) -> Kernel:
     """Fills in what the name says."""
-    text = re.sub(r"\(?fusednorm::(cuda::)?|Phase\)", "", kernel.signature)
+    text = re.sub(r"\(fusednorm::cuda::Phase\)|fusednorm::(cuda::)?", "", kernel.signature)
     match = re.match(r"void (\w+)<(.*)>\(\w+\)", text)
     if not match:
         return kernel
@@ -336,7 +440,9 @@ def read_cubin(cubin: Path) -> list[Kernel]:
     usage = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
     for symbol, *numbers in usage.findall(_output(tool("cuobjdump"), "--dump-resource-usage", cubin)):
         resources[symbol] = [int(n) for n in numbers]
-    sections = re.split(r"^//-+ \.text\.(\S+) -+$", _output(tool("nvdisasm"), "-c", cubin), flags=re.M)
+    sections = re.split(r"^//-+ \.text\.(\S+)\s+-+$", _output(tool("nvdisasm"), "-c", cubin), flags=re.M)
+    if set(sections[1::2]) != set(resources):
+        raise NothingToRead(f"{cubin.name}: nvdisasm and cuobjdump name different functions")
     kernels = []
     for symbol, code in zip(sections[1::2], sections[2::2], strict=True):
         registers, stack, shared, local = resources[symbol]
@@ -369,6 +475,7 @@ class Sm:
     blocks: int = 32
     registers: int = 65536
     partitions: int = 4
+    barriers: int = 64
 
 
 def sm_of(arch: int) -> Sm:
@@ -376,16 +483,16 @@ def sm_of(arch: int) -> Sm:
         return Sm(164 * 1024, 2048)
     if 90 <= arch < 120:
         return Sm(228 * 1024, 2048)
-    return Sm(100 * 1024, 1536, blocks=24 if arch >= 89 else 16)
+    return Sm(100 * 1024, 1536, blocks := 24 if arch >= 89 else 16, barriers=blocks)
 
 
-def blocks_per_sm(threads: int, registers: int, shared_bytes: int, sm: Sm) -> int:
+def blocks_per_sm(threads: int, registers: int, shared_bytes: int, sm: Sm, barriers: int = 1) -> int:
     """As cuda_occupancy.h: a warp's registers come from a quarter of the SM, 256 at a time."""
     warps = -(-threads // 32)
     of_a_warp = -(-registers * 32 // 256) * 256
     by_registers = sm.registers // sm.partitions // of_a_warp * sm.partitions // warps
     by_shared = sm.shared // (-(-(shared_bytes + 1024) // 128) * 128)  # 1 KB a block is the system's
-    return min(sm.threads // 32 // warps, by_registers, by_shared, sm.blocks)
+    return min(sm.threads // 32 // warps, by_registers, by_shared, sm.blocks, sm.barriers // barriers)
 
 
 @dataclass
@@ -422,12 +529,18 @@ class Entry:
         """Why less than BYTES_IN_FLIGHT, where it is less."""
         if self.bytes_in_flight >= BYTES_IN_FLIGHT:
             return ""
+        if self.blocks_per_sm < self.assumed_blocks:
+            return f"{self.blocks_per_sm} blocks on an SM, not {self.assumed_blocks}"
         row = self.cols * SIZE[self.dtype]
         if self.direction == "forward" and row < 1024:
-            return f"rows of {row} bytes: a thread holds one unit, {self.blocks_per_sm * self.threads} threads"
+            return (
+                f"rows of {row} bytes: a thread holds one unit, {self.blocks_per_sm * self.threads} threads"
+            )
         if self.direction == "backward" and row < 1024:
             return f"rows of {row} bytes: the ring holds 4 stages at most"
-        return "idle lanes: the plan counts " + f"{self.plan_bytes:,}"
+        if self.kernel == "streaming":
+            return f"{self.loads} load of a thread at a time, the plan counts 4: branches lie between them"
+        return f"idle lanes: the plan counts {self.plan_bytes:,}"
 
 
 def _widest(kernels: Sequence[Kernel], bases: frozenset[str]) -> int:
@@ -446,7 +559,9 @@ class Code:
             if k.family in ("forward", "backward")
         }
 
-    def entry(self, direction: str, norm: str, dtype: str, cols: int, other: str = "", rows: int = 0) -> Entry:
+    def entry(
+        self, direction: str, norm: str, dtype: str, cols: int, other: str = "", rows: int = 0
+    ) -> Entry:
         """`rows`: as many as make ELEMENTS, unless said."""
         import fusednorm
 
@@ -454,20 +569,17 @@ class Code:
         plan = fusednorm._load._C.explain(rows, cols, dtype, other, norm, self.arch)[direction]
         forward = direction == "forward"
         loops = forward and plan["kernel"] != "registers"
-        if forward:
-            parts = [plan["kernel"]]
-        else:
-            parts = ["whole"] if plan["launches"] == 1 else ["sums", "apply"]
+        phases = ["whole"] if forward or plan["launches"] == 1 else ["sums", "apply"]
+        parts = [plan["kernel"]] if forward else phases
         units = 0 if loops else plan["units"]
         kernels = [
             self.by_plan[direction, norm, dtype, other, part, units, plan["unit_bytes"]] for part in parts
         ]
         registers = max(k.registers for k in kernels)
-        blocks, assumed = (
-            blocks_per_sm(plan["threads"], r, plan["shared_bytes"], self.sm)
-            for r in (registers, plan["max_registers"])
+        blocks = blocks_per_sm(
+            plan["threads"], registers, plan["shared_bytes"], self.sm, max(k.barriers for k in kernels)
         )
-        assumed = self._assumed(plan)
+        assumed = self._assumed(direction, plan, dtype, other)
         loads_of = GLOBAL_LOADS if forward else frozenset({"LDGSTS"})
         row = cols * (SIZE[dtype] + (0 if forward else SIZE[other]))
         if forward:
@@ -475,15 +587,18 @@ class Code:
             loads = plan["units"] if parts != ["streaming"] else 4
             of_block = row * plan["rows_per_block"] // plan["cluster"]
             if parts != ["shared memory"]:
-                # As many as the code has in a straight run; chunks of under 16 bytes are not counted there.
-                loads = min(loads, input_loads(kernels[0])) if chunk >= 16 else loads
+                together = kernels[0].loads_together
+                # In a loop 2 are taken for the two chunks that cover one unit.
+                loads = 1 if loops and together <= 2 else min(loads, together)
                 of_block = min(of_block, loads * chunk * plan["threads"])
         else:
             loads = (plan["stages"] - 1) * plan["units"] * 2
             of_block = (plan["stages"] - 1) * row * plan["rows_per_block"] // plan["blocks_per_row"]
         losses = None
         if not forward:
-            losses = {s: fusednorm._load._C.quantisation_loss(plan["blocks"], s) for s in (108, 132, 148, 170)}
+            losses = {
+                s: fusednorm._load._C.quantisation_loss(plan["blocks"], s) for s in (108, 132, 148, 170)
+            }
         return Entry(
             direction,
             norm,
@@ -511,11 +626,14 @@ class Code:
             losses,
         )
 
-    def _assumed(self, plan: dict[str, Any]) -> int:
-        """The blocks that the plan's own bytes_in_flight counts with."""
-        by_registers = self.sm.registers // (plan["max_registers"] * plan["threads"])
-        by_shared = self.sm.shared // (plan["shared_bytes"] + 1024)
-        return min(self.sm.threads // plan["threads"], by_registers, by_shared, 32)
+    @staticmethod
+    def _assumed(direction: str, plan: dict[str, Any], dtype: str, other: str) -> int:
+        """The blocks on an SM with which the plan counts its bytes_in_flight."""
+        if direction == "forward":
+            of_thread = (4 if plan["kernel"] == "streaming" else plan["units"]) * SIZE[dtype]
+        else:
+            of_thread = (plan["stages"] - 1) * plan["units"] * (SIZE[dtype] + SIZE[other])
+        return int(plan["bytes_in_flight"] // (of_thread * plan["columns"] * plan["threads"]))
 
     def table(self) -> list[Entry]:
         return [
@@ -529,8 +647,8 @@ class Code:
 
 def markdown(entries: Sequence[Entry], arch: int) -> str:
     lines = [
-        f"sm_{arch}; rows such that a tensor has 2^28 elements. Idle: share of SM time lost because blocks do not "
-        "divide among 108 / 132 / 148 / 170 SMs.",
+        f"sm_{arch}; rows such that a tensor has 2^28 elements. Idle: share of SM time lost because blocks "
+        "do not divide among 108 / 132 / 148 / 170 SMs.",
         "",
         "| | norm | dtype | N | kernel | registers | threads | rows a block | cluster | blocks an SM "
         "| load | KB in flight | partial sums | idle | below 32 KB because |",
@@ -591,10 +709,10 @@ def main() -> int:
                 "registers": k.registers,
                 "stack": k.stack,
                 "local": k.local,
-                "instructions": len(k.instructions),
+                "instructions": k.opcodes.total(),
                 "loads": k.widths(GLOBAL_LOADS),
                 "stores": k.widths(GLOBAL_STORES),
-                "double": sum(i.is_double for i in k.instructions),
+                "double": sum(n for opcode, n in k.opcodes.items() if is_double(opcode)),
                 "empty": k.is_empty,
             }
             for k in code.kernels

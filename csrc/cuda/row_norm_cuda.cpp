@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <bit>
 #include <limits>
 
 #include "../checks.h"
@@ -115,7 +116,7 @@ bool rows_are_exact(const Tensor& contiguous, int columns, const Sizes& sizes) {
 /// a flat parameter) or is fp64 beside a narrower input.
 struct Affine {
   Tensor holder;
-  cuda::Parameter parameter{nullptr, DType::kFloat32};
+  cuda::Parameter parameter{nullptr, DType::kFloat32, 4};
 
   Affine(const OptionalTensor& source, at::ScalarType acc_dtype) {
     if (!source.has_value() || !source->defined()) return;
@@ -123,7 +124,8 @@ struct Affine {
     if (holder.scalar_type() == at::kDouble) holder = holder.to(acc_dtype);
     if (reinterpret_cast<uintptr_t>(holder.const_data_ptr()) % 16 != 0) holder = holder.clone();
     cuda::may_read(holder);
-    parameter = {holder.const_data_ptr(), dtype_of(holder.scalar_type())};
+    parameter = {holder.const_data_ptr(), dtype_of(holder.scalar_type()),
+                 static_cast<int>(holder.element_size())};
   }
 };
 
@@ -174,6 +176,8 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   args.rows_per_block = plan.rows_per_block;
   args.units = plan.units;
   args.cluster = plan.cluster;
+  args.log2_threads = std::bit_width(static_cast<unsigned>(plan.threads_per_row)) - 1;
+  args.log2_cluster = std::bit_width(static_cast<unsigned>(plan.cluster)) - 1;
   check_launch(norm, forward_launcher(in_dtype, out_dtype)(norm.centered, plan, args,
                                                            cuda::current_stream()));
   cuda::launched();

@@ -243,10 +243,15 @@ cudaError_t launch_kernel(void (*kernel)(Args), const Args& args, const LaunchSh
                           cudaStream_t stream) {
   const void* const entry = reinterpret_cast<const void*>(kernel);
   const cudaError_t error = grant(entry, shape);
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    return error;
+  }
   const LaunchConfig launch(shape, stream);
   void* arguments[] = {const_cast<Args*>(&args)};
-  return cudaLaunchKernelExC(&launch.config, entry, arguments);
+  const cudaError_t launched = cudaLaunchKernelExC(&launch.config, entry, arguments);
+  if (launched != cudaSuccess) (void)cudaGetLastError();  // ours to report: not the next kernel's
+  return launched;
 }
 
 /// The clusters of this shape that fit on the current device at once; 0: none, or an error.

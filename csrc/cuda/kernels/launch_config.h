@@ -92,6 +92,8 @@ constexpr int registers_for(int max_threads, int min_blocks, const Architecture&
   return registers > 255 ? 255 : registers;
 }
 
+/// (Barriers limit too, to 64 or 24 an SM: a kernel that names one at run time claims 16. Only
+/// backward does, and it is alone on an SM.)
 constexpr int blocks_per_sm(int threads, int registers, int shared_bytes, const Architecture& a) {
   int blocks = a.threads_per_sm / threads;
   const int by_registers =
@@ -191,8 +193,8 @@ struct BackwardPlan {
 
 /// Blocks of the grid, the most first. 1184 = 8 * 148 leaves 108, 132, 148 and 170 SMs idle for
 /// 0.3, 0.3, 0 and 0.5 % of the time, if each block takes equally long; 528 for 2, 0, 11, 22;
-/// 264 for 19, 0, 11, 22; 132 for 39, 0, 11, 22 %. (A block fills an SM, so where memory is the
-/// limit the busy SMs get the bandwidth of the idle ones.)
+/// 264 for 19, 0, 11, 22; 132 for 39, 0, 11, 22 %. (One block fills an SM. Where memory is the
+/// limit, the busy SMs get the bandwidth of the idle ones.)
 constexpr int kBackwardBlocks[] = {1184, 528, 264, 132};
 
 constexpr int kBackwardThreads = 512;   // of a block, with 128 registers each: one block on an SM
@@ -222,8 +224,8 @@ constexpr int backward_shared_bytes(const BackwardPlan& plan, int acc_size, int 
 /// dtypes and the norm. The architecture decides only in how many blocks the threads of a row sit
 /// and how many rows are prefetched.
 ///
-/// Up to 256 units a thread has one, and two or more rows go to a block; up to 1024 it has two;
-/// then a row is spread over as many blocks as it takes.
+/// Up to 32 units a thread has one, then two: a row of 64 has a warp, of 512 half a block, of 1024
+/// a block; then it is spread over as many blocks as it takes.
 constexpr BackwardPlan backward_plan(int64_t rows, int64_t cols, DType in, DType grad,
                                      bool centered, const Architecture& a) {
   const int widest = size_of(in) > size_of(grad) ? size_of(in) : size_of(grad);
@@ -232,11 +234,11 @@ constexpr BackwardPlan backward_plan(int64_t rows, int64_t cols, DType in, DType
   plan.unit_bytes = kBackwardUnitBytes;
   plan.columns = plan.unit_bytes / widest;
   const int64_t units = ceil_div(cols > 0 ? cols : 1, plan.columns);
-  plan.units = units <= 256 ? 1 : kBackwardUnits;
+  plan.units = units <= 32 ? 1 : kBackwardUnits;
   const int64_t needed = ceil_div(units, plan.units);  // threads
   const int64_t spread = power_of_two(ceil_div(needed, kBackwardThreads));
   plan.threads_per_row =
-      static_cast<int>(needed <= 32    ? power_of_two(needed)
+      static_cast<int>(units <= 32     ? power_of_two(units)
                        : needed <= 256 ? round_up(needed, 32)
                                        // Divisible into twice as many blocks, for an architecture
                                        // with little shared memory.
@@ -258,13 +260,15 @@ constexpr BackwardPlan backward_plan(int64_t rows, int64_t cols, DType in, DType
   }
 
   // Groups: as many blocks as keep the partial sums, written and read once, under 5 % of the
-  // traffic of the rows; for few rows at least two to a slot.
+  // traffic of the rows, and as have 1.5 MB of it each (40 us, beside which the 2 us or so of a
+  // block's start and end count little); for few rows at least two to a slot.
   const int64_t partial = 2 * acc_size * (centered ? 2 : 1);
   const int64_t row = 2 * size_of(in) + size_of(grad);
   const int64_t rows_for_5_percent = ceil_div(20 * partial, row);
   for (const int blocks : kBackwardBlocks) {
     plan.groups = blocks / spread > 0 ? blocks / spread : 1;
-    if (plan.groups * rows_for_5_percent <= rows) break;
+    const bool busy = blocks * int64_t{1500000} / row / (cols > 0 ? cols : 1) <= rows;
+    if (busy && plan.groups * rows_for_5_percent <= rows) break;
   }
   const int64_t for_two_each = ceil_div(rows, 2 * plan.rows_per_block);
   if (plan.groups > for_two_each) plan.groups = for_two_each;

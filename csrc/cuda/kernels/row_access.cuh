@@ -283,15 +283,16 @@ __device__ __forceinline__ Chunk<kBytes> staged_unit(const char* segment, int la
 
 /// Stores the lanes' units of a row where units do not start on chunks: a chunk is put together
 /// from two lanes' units. `p` is the place of the lane's own unit, `left` the columns of the row
-/// from it on (0 or less: none). All `width` lanes of `mask` call together.
+/// from it on (0 or less: none). All lanes of the warp call together.
 template <int kElement, int kBytes>
 __device__ __forceinline__ void store_shifted(char* p, const Chunk<kBytes>& unit, int64_t left,
-                                              unsigned mask, int lane, int width) {
+                                              int lane, int width) {
   constexpr int kColumns = kBytes / kElement;
   Chunk<kBytes> before;
 #pragma unroll
-  for (int i = 0; i < kBytes / 4; ++i)
-    before.word[i] = __shfl_up_sync(mask, unit.word[i], 1, width);
+  for (int i = 0; i < kBytes / 4; ++i) {
+    before.word[i] = __shfl_up_sync(0xffffffffu, unit.word[i], 1, width);
+  }
   const int head = head_of<kBytes>(p);
   const Chunk<kBytes> chunk =
       head == 0 ? unit : window<kElement, kBytes>(before, unit, kBytes - head);
@@ -318,44 +319,67 @@ __device__ __forceinline__ void store_shifted(char* p, const Chunk<kBytes>& unit
 
 // ---- Weight and bias ----
 
-template <class E, int kColumns, class acc_t>
-__device__ __forceinline__ void load_columns(const void* data, int64_t col, int64_t left,
-                                             acc_t (&v)[kColumns]) {
-  const char* const p = static_cast<const char*>(data) + col * static_cast<int>(sizeof(E));
-  if (left >= kColumns) {
-    constexpr int kBytes = kColumns * sizeof(E) < 16 ? kColumns * sizeof(E) : 16;
-    constexpr int kEach = kBytes / sizeof(E);
-#pragma unroll
-    for (int i = 0; i < kColumns / kEach; ++i) {
-      acc_of<E> some[kEach];
-      unpack<E, kEach>(load_global<kBytes>(p + i * kBytes), some);
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) v[i * kEach + j] = static_cast<acc_t>(some[j]);
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      acc_of<E> one = 0;
-      if (j < left) unpack<E, 1>(load_global<sizeof(E)>(p + j * sizeof(E)), &one);
-      v[j] = static_cast<acc_t>(one);
-    }
-  }
-}
-
-/// Columns [col, col + kColumns) of a parameter that is there, of which `left` > 0 exist.
+/// The bits of kColumns columns of a parameter of any dtype: fetched early, unpacked when needed.
 template <int kColumns, class acc_t>
-__device__ __forceinline__ void load_parameter(const Parameter& parameter, int64_t col,
-                                               int64_t left, acc_t (&v)[kColumns]) {
-  switch (parameter.dtype) {
-    case DType::kBFloat16:
-      return load_columns<__nv_bfloat16>(parameter.data, col, left, v);
-    case DType::kFloat16:
-      return load_columns<__half>(parameter.data, col, left, v);
-    case DType::kFloat32:
-      return load_columns<float>(parameter.data, col, left, v);
-    case DType::kFloat64:
-      if constexpr (sizeof(acc_t) == 8) load_columns<double>(parameter.data, col, left, v);
+struct ParameterUnit {
+  static constexpr int kMostBytes = kColumns * (sizeof(acc_t) == 8 ? 8 : 4);
+  uint32_t word[kMostBytes / 4];
+
+  template <int kBytes>
+  __device__ __forceinline__ void load_words(const char* p) {
+    constexpr int kEach = kBytes < 16 ? kBytes : 16;
+#pragma unroll
+    for (int i = 0; i < kBytes / kEach; ++i) {
+      const auto chunk = load_global<kEach>(p + i * kEach);
+#pragma unroll
+      for (int j = 0; j < kEach / 4; ++j) word[i * (kEach / 4) + j] = chunk.word[j];
+    }
   }
-}
+
+  /// Columns [col, col + kColumns), of which `left` exist; the others become 0.
+  __device__ __forceinline__ void fetch(const Parameter& parameter, int64_t col, int64_t left) {
+#pragma unroll
+    for (int i = 0; i < kMostBytes / 4; ++i) word[i] = 0;
+    if (parameter.data == nullptr || left <= 0) return;
+    const char* const p = static_cast<const char*>(parameter.data) + col * parameter.element_bytes;
+    if (left >= kColumns) {
+      if (parameter.element_bytes == 2) {
+        load_words<kColumns * 2>(p);
+      } else if (sizeof(acc_t) == 4 || parameter.element_bytes == 4) {
+        load_words<kColumns * 4>(p);
+      } else {
+        load_words<kMostBytes>(p);
+      }
+      return;
+    }
+    // The end of the row: two bytes at a time, whatever they belong to.
+#pragma unroll
+    for (int i = 0; i < kMostBytes / 2; ++i) {
+      if (i * 2 < static_cast<int>(left) * parameter.element_bytes) {
+        word[i / 2] |= static_cast<uint32_t>(load_global<2>(p + i * 2).half) << (16 * (i % 2));
+      }
+    }
+  }
+
+  template <class E>
+  FN_HOST_DEVICE void unpack_as(acc_t (&v)[kColumns]) const {
+    Chunk<kColumns * sizeof(E)> chunk;
+#pragma unroll
+    for (int i = 0; i < kColumns * static_cast<int>(sizeof(E)) / 4; ++i) chunk.word[i] = word[i];
+    acc_of<E> some[kColumns];
+    unpack<E, kColumns>(chunk, some);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) v[j] = static_cast<acc_t>(some[j]);
+  }
+
+  FN_HOST_DEVICE void values(const Parameter& parameter, acc_t (&v)[kColumns]) const {
+    if (parameter.dtype == DType::kBFloat16) return unpack_as<__nv_bfloat16>(v);
+    if (parameter.dtype == DType::kFloat16) return unpack_as<__half>(v);
+    if constexpr (sizeof(acc_t) == 8) {
+      if (parameter.dtype == DType::kFloat64) return unpack_as<double>(v);
+    }
+    unpack_as<float>(v);
+  }
+};
 
 }  // namespace fusednorm::cuda

@@ -119,11 +119,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
   const int rank = args.cluster > 1 ? static_cast<int>(cluster_rank())
                                     : static_cast<int>(blockIdx.x) % args.blocks_per_row;
   const int64_t group_index = static_cast<int64_t>(blockIdx.x) / args.blocks_per_row;
-  Group group = make_group(args.threads_per_row, args.blocks_per_row, rank, args.rows_per_block,
-                           args.cluster, sizeof(acc_t), shared_memory());
+  const int in_block = static_cast<int>(threadIdx.x);
+  const int block_threads = args.threads_per_row / args.blocks_per_row;  // of one row
+  const int slot = in_block / block_threads, in_row = in_block - slot * block_threads;
+  Group group = make_group(args.threads_per_row, block_threads, in_row, rank, slot,
+                           args.rows_per_block, args.cluster, sizeof(acc_t), shared_memory());
   char* const weights = group.memory;
-  char* const ring =
-      weights + group.block_threads * kUnits * kColumns * static_cast<int>(sizeof(acc_t));
+  char* const ring = weights + block_threads * kUnits * kColumns * static_cast<int>(sizeof(acc_t));
   if (args.cluster > 1) cluster_barrier();  // the others have started, and their memory is there
 
   const int cols = static_cast<int>(args.cols);
@@ -131,22 +133,24 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
 
   // The weight, in the accumulation type with the offset: in shared memory, one copy for all slots.
   // (Registers hold grad_weight and grad_bias; with the weight beside them kernels spilled.)
+  // A unit's chunks lie apart, so that neighbouring lanes read neighbouring ones.
   constexpr int kEach = kColumns * sizeof(acc_t) < 16 ? kColumns : 16 / sizeof(acc_t);
-  const auto weight_place = [&](int k) {
-    const int in_block = group.thread % group.block_threads;
-    return reinterpret_cast<acc_t*>(weights) + (k * group.block_threads + in_block) * kColumns;
+  const auto weight_place = [&](int k, int j) {
+    const int chunk = (k * kColumns + j) / kEach * block_threads + in_row;
+    return reinterpret_cast<acc_t*>(weights) + chunk * kEach;
   };
-  if (args.weight.data != nullptr && group.slot == 0) {
+  if (args.weight.data != nullptr && slot == 0) {
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
-      acc_t w[kColumns] = {};
-      const int left = cols - column(k);
-      if (left > 0) load_parameter<kColumns>(args.weight, column(k), left, w);
+      acc_t w[kColumns];
+      ParameterUnit<kColumns, acc_t> parameter;
+      parameter.fetch(args.weight, column(k), cols - column(k));
+      parameter.values(args.weight, w);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) w[j] += static_cast<acc_t>(args.weight_offset);
 #pragma unroll
       for (int j = 0; j < kColumns; j += kEach) {
-        store_shared<kEach * sizeof(acc_t)>(weight_place(k) + j, pack<acc_t, kEach>(w + j));
+        store_shared<kEach * sizeof(acc_t)>(weight_place(k, j), pack<acc_t, kEach>(w + j));
       }
     }
   }
@@ -156,16 +160,17 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
 #pragma unroll
     for (int j = 0; j < kColumns; j += kEach) {
       acc_t w[kEach];
-      unpack<acc_t, kEach>(load_shared<kEach * sizeof(acc_t)>(weight_place(k) + j), w);
+      unpack<acc_t, kEach>(load_shared<kEach * sizeof(acc_t)>(weight_place(k, j)), w);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) g[j + i] *= w[i];
     }
   };
+  const acc_t per_column = 1 / static_cast<acc_t>(cols);
   acc_t grad_weight[kUnits][kColumns] = {}, grad_bias[kUnits][kColumns] = {};
 
   // ---- The ring ----
   const int segments = static_cast<int>(blockDim.x) / group.width;
-  const int segment = static_cast<int>(threadIdx.x) / group.width;
+  const int segment = in_block / group.width;
   const int stage_bytes = kUnits * segments * (group.width + 1) * (kX + kG);
   const auto place = [&](int stage, int k, int bytes) {
     return ring + stage * stage_bytes + (k * segments + segment) * (group.width + 1) * bytes;
@@ -280,11 +285,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
     }
     acc_t* const row_sums = static_cast<acc_t*>(args.row_sums) + row_index * kSums * group.warps;
     if constexpr (kPhase == Phase::kSums) {
-      reduce_lanes<Sum>(group.mask, group.width, sums);
+      reduce_lanes<Sum>(0xffffffffu, group.width, sums);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
         if (active && group.lane == 0) {
-          store_global<sizeof(acc_t)>(row_sums + i * group.warps + group.thread / 32,
+          store_global<sizeof(acc_t)>(row_sums + i * group.warps + (group.thread >> 5),
                                       chunk_of(sums[i]));
         }
       }
@@ -296,15 +301,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
     } else {
       all_reduce<Sum>(group, sums);
     }
-    const acc_t count = static_cast<acc_t>(cols);
     if constexpr (Statistics::kCentered) {
-      const acc_t shift = sums[0] / count;
+      const acc_t shift = sums[0] * per_column;
       row.minus_shift_rstd = -shift;
-      row.mean_g = sums[1] / count;
+      row.mean_g = sums[1] * per_column;
       sums[2] = Math::mul_add(-shift, sums[1], sums[2]);
     }
     row.minus_projection =
-        -projection_of(sums[kSums - 1], row.rstd, kRounding, count,
+        -projection_of(sums[kSums - 1], row.rstd, kRounding, static_cast<acc_t>(cols),
                        row.exponent == 0 ? args.params : scaled(args.params, row.exponent));
 
     // Apply.
@@ -345,7 +349,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
       if (args.grad_input_exact) {
         if (left > 0) store_global<kX>(p, unit);
       } else {
-        store_shifted<sizeof(T)>(p, unit, left, group.mask, group.lane, group.width);
+        store_shifted<sizeof(T)>(p, unit, left, group.lane, group.width);
       }
     }
   }

@@ -70,12 +70,14 @@ struct RegisterRow {
     }
   }
 
+  __device__ __forceinline__ int column(int k) const { return first + k * stride; }
+
   template <class F>
   __device__ __forceinline__ void for_units(F f) {
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       forget(raw[k]);
-      f(first + k * stride, [&](acc_of<T>* v) { unpack<T, kColumns>(raw[k], v); });
+      f(column(k), [&](acc_of<T>* v) { unpack<T, kColumns>(raw[k], v); });
     }
   }
 
@@ -175,8 +177,10 @@ __device__ __forceinline__ acc_t sum_of(const acc_t (&a)[kAccumulators]) {
 /// is what the first mean is off by: it takes its share out of the variance and mends the mean, so
 /// that of a constant row nothing is left.
 template <class Statistics, class acc_t, class Row>
-__device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& group, int64_t cols,
+__device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& group,
+                                                               typename Row::index_t cols,
                                                                const NormParams& params) {
+  using index_t = typename Row::index_t;
   constexpr int kColumns = Row::kColumns;
   const acc_t count = static_cast<acc_t>(cols);
   RowStatistics<acc_t> result = {};
@@ -193,7 +197,7 @@ __device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& 
     all_reduce<Sum>(group, total);
     result.mean = total[0] / count;
     acc_t deviation[kAccumulators] = {}, square[kAccumulators] = {};
-    row.for_units([&](int64_t col, auto load) {
+    row.for_units([&](index_t col, auto load) {
       acc_t v[kColumns];
       load(v);
       with_columns<kColumns>(cols - col, [&](auto columns) {
@@ -212,7 +216,7 @@ __device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& 
     if (squares < 0) squares = 0;
     result.mean = first + shift;
     result.minus_shift_rstd = -((first - result.mean) + shift);  // times rstd below
-    result.extreme = !(sums[1] <= Range<acc_t>::kHuge);
+    result.extreme = !(sums[1] <= static_cast<acc_t>(Range<acc_t>::kHuge));
   } else {
     acc_t square[kAccumulators] = {};
     row.for_units([&](int64_t, auto load) {
@@ -226,7 +230,7 @@ __device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& 
     acc_t sums[1] = {sum_of(square)};
     all_reduce<Sum>(group, sums);
     squares = sums[0];
-    result.extreme = !(squares <= Range<acc_t>::kHuge);
+    result.extreme = !(squares <= static_cast<acc_t>(Range<acc_t>::kHuge));
   }
   result.variance = variance_of(squares, count, params);
   result.rstd = reciprocal_deviation(result.variance, params);
@@ -266,30 +270,32 @@ FN_HOST_DEVICE NormParams scaled(NormParams params, int exponent) {
 
 // ---- Forward ----
 
-/// weight (offset included) and bias applied to x_hat, in the order of the definitions.
-template <class T, int kColumns, class acc_t>
+/// x_hat * (weight + offset) + bias, each where it is there. Both are on their way before either is
+/// needed. (Fetched a unit ahead they took 32 registers more, and kernels spilled.)
+template <class Statistics, int kColumns, class acc_t>
 __device__ __forceinline__ void apply_parameters(const ForwardArgs& args, int64_t col, int64_t left,
                                                  acc_t (&v)[kColumns]) {
-  if (args.round_x_hat) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) v[j] = round_trip<T>(v[j]);
-  }
-  if (args.weight.data == nullptr && args.bias.data == nullptr) return;
-  acc_t w[kColumns];
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) w[j] = 1;
+  ParameterUnit<kColumns, acc_t> weight, bias;
+  weight.fetch(args.weight, col, left);
+  if constexpr (Statistics::kCentered) bias.fetch(args.bias, col, left);
+  acc_t w[kColumns], b[kColumns];
   if (args.weight.data != nullptr) {
-    load_parameter<kColumns>(args.weight, col, left, w);
-    const acc_t offset = static_cast<acc_t>(args.weight_offset);
+    weight.values(args.weight, w);
+    if (args.weight_offset != 0) {
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) w[j] += offset;
+      for (int j = 0; j < kColumns; ++j) w[j] += static_cast<acc_t>(args.weight_offset);
+    }
   }
-  if (args.bias.data != nullptr) {
-    acc_t b[kColumns] = {};
-    load_parameter<kColumns>(args.bias, col, left, b);
+  if (Statistics::kCentered && args.bias.data != nullptr) {
+    bias.values(args.bias, b);
+    if (args.weight.data != nullptr) {
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) v[j] = Math::mul_add(v[j], w[j], b[j]);
-  } else {
+      for (int j = 0; j < kColumns; ++j) v[j] = Math::mul_add(v[j], w[j], b[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) v[j] += b[j];
+    }
+  } else if (args.weight.data != nullptr) {
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) v[j] *= w[j];
   }
@@ -302,13 +308,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
     using acc_t = acc_of<T>;
     using index_t = typename Row::index_t;
     constexpr int kColumns = Row::kColumns, kOut = sizeof(Out);
+    // Rows of up to 32 threads share warps; longer ones have the block to themselves.
+    const unsigned in_block = threadIdx.x;
+    const int slot = args.threads_per_row <= 32 ? in_block >> args.log2_threads : 0;
+    const int block_threads = args.threads_per_row >> args.log2_cluster;
     const int rank = args.cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
-    Group group = make_group(args.threads_per_row, args.cluster, rank, args.rows_per_block,
-                             args.cluster, sizeof(acc_t), shared_memory());
-    if (args.cluster > 1) cluster_barrier();  // the others have started, and their memory is there
+    Group group = make_group(args.threads_per_row, block_threads, in_block - slot * block_threads,
+                             rank, slot, 1, args.cluster, sizeof(acc_t), shared_memory());
 
     const int64_t row =
-        static_cast<int64_t>(blockIdx.x) / args.cluster * args.rows_per_block + group.slot;
+        static_cast<int64_t>(blockIdx.x >> args.log2_cluster) * args.rows_per_block + slot;
     const bool active = row < args.rows;
     const index_t cols = active ? static_cast<index_t>(args.cols) : 0;
     Source source = args.source;
@@ -316,12 +325,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
                   (active ? row_offset(args.input, row) : 0) * static_cast<int>(sizeof(T));
     Row data;
     data.fetch(source, cols, group, args.units, group.memory);
+    if (args.cluster > 1) cluster_barrier();  // the others have started, and their memory is there
 
     RowStatistics<acc_t> statistics =
         row_statistics<Statistics, acc_t>(data, group, cols, args.params);
     int exponent = 0;
     acc_t saved_rstd = statistics.rstd;
     if (statistics.extreme && active) {
+      group.mask = lanes_of(group);  // other rows of the warp go on
       exponent = scaling_exponent<acc_t>(data, group, args.params);
       if (exponent != 0) {
         data.rescale(exponent);
@@ -362,14 +373,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
           v[j] = normalize<Statistics, Math>(v[j], statistics.mean, statistics.rstd,
                                              statistics.minus_shift_rstd);
         }
-        apply_parameters<T>(args, col, left, v);
+        if (args.round_x_hat) {
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) v[j] = round_trip<T>(v[j]);
+        }
+        apply_parameters<Statistics>(args, col, left, v);
         unit = pack<Out, kColumns>(v);
       }
       char* const p = output + static_cast<int64_t>(col) * kOut;
       if (args.output_exact) {
         if (left > 0) store_global<kColumns * kOut>(p, unit);
       } else {
-        store_shifted<kOut>(p, unit, left, group.mask, group.lane, group.width);
+        store_shifted<kOut>(p, unit, left, group.lane, group.width);
       }
     });
   }
@@ -394,7 +409,7 @@ __global__ void __launch_bounds__(kReduceColumns* kReduceLines)
   const int64_t stride = args.parameters * args.stride;
   acc_t sum = 0;
   if (col < args.cols) {
-#pragma unroll 4
+#pragma unroll 16  // on their way together
     for (int64_t g = line; g < args.groups; g += kReduceLines) {
       sum += value_of<acc_t>(load_global<sizeof(acc_t)>(partials + g * stride));
     }
