@@ -1,6 +1,7 @@
 # make demo    train a small GPT with our norms beside torch.nn's
 # make test    build and run every test (GoogleTest, pytest, format, lint)
-# Both work on a fresh clone; TORCH=2.11.0 does the same beside another torch.
+# make test-simt    run the CUDA kernels on the host at every switch-over of their plans: some 15 minutes
+# All work on a fresh clone; TORCH=2.11.0 does the same beside another torch.
 DEFAULT_TORCH := 2.15.0
 TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
@@ -17,7 +18,7 @@ RUN := PYTHONPATH=$(BUILD)/stage $(PY)
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test bench format lint clean
+.PHONY: build demo test test-simt bench format lint clean
 
 $(VENV)/.installed: tests/requirements.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -37,6 +38,14 @@ demo: build
 
 test: build
 	ctest --test-dir $(BUILD)/cmake --output-on-failure $(ARGS)
+
+# Not what has nothing to show there: one thread runs the kernels, 2^31 elements take hours, a new process has no library.
+test-simt: build
+	FUSEDNORM_SIMT_LIBRARY=$(CURDIR)/$(BUILD)/cmake/tests/libfusednorm_simt.so FUSEDNORM_SIMT_FULL=1 $(RUN) -m pytest \
+	  -p no:cacheprovider tests/test_simt.py tests/test_values.py tests/test_guarantees.py tests/test_operators.py \
+	  tests/test_field_reports.py --deselect tests/test_guarantees.py::test_threads_do_not_change_bits \
+	  --deselect tests/test_field_reports.py::test_b32_more_than_2_to_the_31_elements \
+	  --deselect tests/test_field_reports.py::test_b76_options_survive_a_program $(ARGS)
 
 bench: build
 	$(RUN) benchmarks/bench_norms.py $(ARGS)

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 COLUMNS = (32, 256, 512, 768, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576)
 DTYPES = ("bfloat16", "float32")
@@ -579,7 +579,6 @@ class Code:
         blocks = blocks_per_sm(
             plan["threads"], registers, plan["shared_bytes"], self.sm, max(k.barriers for k in kernels)
         )
-        assumed = self._assumed(direction, plan, dtype, other)
         loads_of = GLOBAL_LOADS if forward else frozenset({"LDGSTS"})
         row = cols * (SIZE[dtype] + (0 if forward else SIZE[other]))
         if forward:
@@ -616,7 +615,7 @@ class Code:
             plan["cluster"],
             plan["shared_bytes"],
             blocks,
-            assumed,
+            plan["blocks_per_sm"],
             _widest(kernels, loads_of),
             _widest(kernels, GLOBAL_STORES),
             loads,
@@ -625,15 +624,6 @@ class Code:
             plan.get("partial_share"),
             losses,
         )
-
-    @staticmethod
-    def _assumed(direction: str, plan: dict[str, Any], dtype: str, other: str) -> int:
-        """The blocks on an SM with which the plan counts its bytes_in_flight."""
-        if direction == "forward":
-            of_thread = (4 if plan["kernel"] == "streaming" else plan["units"]) * SIZE[dtype]
-        else:
-            of_thread = (plan["stages"] - 1) * plan["units"] * (SIZE[dtype] + SIZE[other])
-        return int(plan["bytes_in_flight"] // (of_thread * plan["columns"] * plan["threads"]))
 
     def table(self) -> list[Entry]:
         return [

@@ -165,6 +165,7 @@ pybind11::dict explain(int64_t rows, int64_t cols, const std::string& in, const 
           "units"_a = f.units, "threads_per_row"_a = f.threads_per_row,
           "rows_per_block"_a = f.rows_per_block, "threads"_a = f.threads, "cluster"_a = f.cluster,
           "shared_bytes"_a = f.shared_bytes, "max_registers"_a = f.max_registers,
+          "blocks_per_sm"_a = cuda::blocks_per_sm(f.threads, f.max_registers, f.shared_bytes, a),
           "bytes_in_flight"_a = f.bytes_in_flight),
       "backward"_a = pybind11::dict(
           "unit_bytes"_a = b.unit_bytes, "columns"_a = b.columns, "units"_a = b.units,
@@ -173,6 +174,7 @@ pybind11::dict explain(int64_t rows, int64_t cols, const std::string& in, const 
           "launches"_a = b.cluster < b.blocks_per_row ? 2 : 1, "groups"_a = b.groups,
           "blocks"_a = b.groups * b.blocks_per_row, "stages"_a = b.stages,
           "shared_bytes"_a = b.shared_bytes, "max_registers"_a = b.max_registers,
+          "blocks_per_sm"_a = cuda::blocks_per_sm(b.threads, b.max_registers, b.shared_bytes, a),
           "bytes_in_flight"_a = b.bytes_in_flight,
           "partial_share"_a = rows > 0 ? partial / traffic : 0.0));
 }

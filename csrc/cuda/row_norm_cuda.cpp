@@ -168,6 +168,7 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   args.weight = weight.parameter;
   args.bias = bias.parameter;
   args.weight_offset = norm.weight_offset;
+  args.has_offset = norm.weight_offset != 0;
   args.rows = sizes.rows;
   args.cols = sizes.cols;
   args.params = norm.params(acc_dtype);

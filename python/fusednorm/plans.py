@@ -20,6 +20,7 @@ _FORWARD = {
     "unit_bytes": "bytes of a unit: one access",
     "shared_bytes": "shared memory of a block",
     "max_registers": "registers of a thread, at most",
+    "blocks_per_sm": "blocks on an SM, at least",
     "bytes_in_flight": "bytes in flight on an SM",
 }
 _BACKWARD = {
@@ -35,6 +36,7 @@ _BACKWARD = {
     "unit_bytes": "bytes of a unit: one access",
     "shared_bytes": "shared memory of a block",
     "max_registers": "registers of a thread, at most",
+    "blocks_per_sm": "blocks on an SM, at least",
     "bytes_in_flight": "bytes in flight on an SM",
     "partial_share": "partial sums, as a share of the rows' traffic",
 }

@@ -80,10 +80,17 @@ constexpr int exchange_bytes(int threads, int acc_size) {
 }
 
 /// Launch bounds of the forward kernels by the bytes a thread holds: enough blocks for 32 KB in
-/// flight on an SM from rows of 1 KB on.
-constexpr int forward_max_threads(int bytes) { return bytes <= 32 ? 128 : bytes == 64 ? 256 : 512; }
-constexpr int forward_min_blocks(int bytes) {
-  return bytes <= 16 ? 10 : bytes == 32 ? 8 : bytes == 64 ? 3 : 1;
+/// flight on an SM from rows of 1 KB on, and no more than leave the registers that are needed.
+constexpr int forward_max_threads(int bytes) {
+  return bytes == 64 ? 256 : bytes == 128 ? 512 : 128;
+}
+constexpr int forward_min_blocks(int bytes, int acc_size) {
+  return bytes <= 16   ? (acc_size == 8 ? 8 : 10)
+         : bytes == 32 ? 8
+         : bytes == 48 ? 7
+         : bytes == 64 ? 3
+         : bytes == 96 ? 4
+                       : 1;
 }
 constexpr int kLoopThreads = 512;  // of the kShared and kStreaming kernels
 
@@ -92,12 +99,14 @@ constexpr int registers_for(int max_threads, int min_blocks, const Architecture&
   return registers > 255 ? 255 : registers;
 }
 
-/// (Barriers limit too, to 64 or 24 an SM: a kernel that names one at run time claims 16. Only
-/// backward does, and it is alone on an SM.)
+/// As cuda_occupancy.h has it: registers go to warps in units of 256, from a quarter of the SM
+/// each. (Barriers limit too, to 64 or 24 an SM: a kernel that names one at run time claims 16.
+/// Only backward does, and it is alone on an SM.)
 constexpr int blocks_per_sm(int threads, int registers, int shared_bytes, const Architecture& a) {
+  const int warps = static_cast<int>(ceil_div(threads, 32));
+  const int of_a_warp = static_cast<int>(round_up(registers, 8)) * 32;
   int blocks = a.threads_per_sm / threads;
-  const int by_registers =
-      a.registers_per_sm / (registers * static_cast<int>(round_up(threads, 32)));
+  const int by_registers = a.registers_per_sm / 4 / of_a_warp * 4 / warps;
   const int by_shared = a.shared_per_sm / (shared_bytes + 1024);  // 1 KB a block is the system's
   if (blocks > by_registers) blocks = by_registers;
   if (blocks > by_shared) blocks = by_shared;
@@ -127,7 +136,8 @@ constexpr ForwardPlan forward_plan(int64_t cols, DType in, DType out, const Arch
   int held = a.unit_bytes;  // bytes of a thread
   plan.residence = Residence::kRegisters;
   if (units <= 32 * most) {  // up to one warp a row
-    plan.units = units <= 32 ? 1 : static_cast<int>(power_of_two(ceil_div(units, 32)));
+    const int needed = static_cast<int>(ceil_div(units, 32));
+    plan.units = needed <= 4 ? needed : needed <= 6 ? 6 : 8;
     plan.threads_per_row = units <= 32 ? static_cast<int>(power_of_two(units)) : 32;
     plan.threads = 128;
     plan.rows_per_block = plan.threads / plan.threads_per_row;
@@ -167,7 +177,8 @@ constexpr ForwardPlan forward_plan(int64_t cols, DType in, DType out, const Arch
   }
   const bool loops = plan.residence != Residence::kRegisters;
   const int max_threads = loops ? kLoopThreads : forward_max_threads(held);
-  plan.max_registers = registers_for(max_threads, loops ? 1 : forward_min_blocks(held), a);
+  plan.max_registers =
+      registers_for(max_threads, loops ? 1 : forward_min_blocks(held, acc_size), a);
   plan.bytes_in_flight = in_flight * plan.threads *
                          blocks_per_sm(plan.threads, plan.max_registers, plan.shared_bytes, a);
   return plan;
@@ -274,7 +285,8 @@ constexpr BackwardPlan backward_plan(int64_t rows, int64_t cols, DType in, DType
   if (plan.groups > for_two_each) plan.groups = for_two_each;
 
   // As many stages as bring 32 KB in flight.
-  const int in_flight = plan.units * chunks * plan.threads;
+  const int in_flight = static_cast<int>(cols * (size_of(in) + size_of(grad)) /
+                                         plan.blocks_per_row * plan.rows_per_block);
   plan.stages = 2;
   while (plan.stages < kMaxStages && (plan.stages - 1) * in_flight < 32 * 1024 &&
          backward_shared_bytes(plan, acc_size, (plan.stages + 1) * stage) <= a.shared_per_block) {

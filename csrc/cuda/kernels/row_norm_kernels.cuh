@@ -43,7 +43,6 @@ __device__ __forceinline__ void with_columns(int64_t left, F f) {
 
 template <class T, int kColumns_, int kUnits>
 struct RegisterRow {
-  using index_t = int;
   static constexpr int kColumns = kColumns_, kBytes = kColumns * static_cast<int>(sizeof(T));
   Chunk<kBytes> raw[kUnits];
   int cols, first, stride;
@@ -94,33 +93,30 @@ struct RegisterRow {
 };
 
 /// Shared and global memory hold the row as it is; it is scaled as it is read.
-template <class T, int kColumns_, bool kShared, int kUnroll = 4>
+/// kTogether units are on their way at once (of fp64 half as many: four spilled).
+template <class T, int kColumns_, bool kShared, int kTogether = kShared || sizeof(T) == 8 ? 2 : 4>
 struct LoopRow {
-  using index_t = int64_t;
   static constexpr int kColumns = kColumns_, kBytes = kColumns * static_cast<int>(sizeof(T));
   Source source;
-  int64_t cols;
-  int units, thread, threads, block_threads, lane, exponent;
+  int cols, units, thread, threads, block_threads, lane, exponent;
   char* shared;
 
-  __device__ __forceinline__ int64_t column(int k) const {
-    return (static_cast<int64_t>(k) * threads + thread) * kColumns;
-  }
-  __device__ __forceinline__ const char* place(int64_t col) const {
-    return source.data + col * static_cast<int>(sizeof(T));
+  __device__ __forceinline__ int column(int k) const { return (k * threads + thread) * kColumns; }
+  __device__ __forceinline__ const char* place(int col) const {
+    return source.data + static_cast<int64_t>(col) * static_cast<int>(sizeof(T));
   }
   __device__ __forceinline__ char* segment(int k) const {
     const int warp = static_cast<int>(threadIdx.x) / 32;
     return shared + (k * (block_threads / 32) + warp) * (33 * kBytes);
   }
 
-  __device__ __forceinline__ void fetch(const Source& from, int64_t row_cols, const Group& group,
+  __device__ __forceinline__ void fetch(const Source& from, int row_cols, const Group& group,
                                         int units_, char* memory) {
     source = from, cols = row_cols, units = units_, thread = group.thread, threads = group.threads;
     block_threads = group.block_threads, lane = group.lane, exponent = 0, shared = memory;
     if constexpr (kShared) {
       for (int k = 0; k < units; ++k) {
-        const int64_t col = column(k);
+        const int col = column(k);
         copy_unit<sizeof(T), kBytes>(segment(k), lane, 32, place(col), cols - col, source);
       }
       commit_copies();
@@ -131,24 +127,34 @@ struct LoopRow {
 
   template <class F>
   __device__ __forceinline__ void for_units(F f) {
-#pragma unroll kUnroll
-    for (int k = 0; k < units; ++k) {
-      const int64_t col = column(k), left = cols - col;
-      Chunk<kBytes> chunk = {};
-      if constexpr (kShared) {
-        chunk = staged_unit<sizeof(T), kBytes>(segment(k), lane, head_of<kBytes>(place(col)), left,
-                                               source.exact);
-      } else if (left > 0) {
-        chunk = source.exact ? load_global<kBytes>(place(col))
-                             : load_unit<sizeof(T), kBytes>(place(col), left, source);
-      }
-      f(col, [&](acc_of<T>* v) {
-        unpack<T, kColumns>(chunk, v);
-        if (exponent != 0) {
+    for (int first = 0; first < units; first += kTogether) {
+      Chunk<kBytes> raw[kTogether];
 #pragma unroll
-          for (int j = 0; j < kColumns; ++j) v[j] = std::ldexp(v[j], -exponent);
+      for (int i = 0; i < kTogether; ++i) {
+        const int col = column(first + i), left = cols - col;
+        raw[i] = {};
+        if constexpr (kShared) {
+          raw[i] = staged_unit<sizeof(T), kBytes>(segment(first + i), lane,
+                                                  head_of<kBytes>(place(col)), left, source.exact);
+        } else if (source.exact) {
+          // From somewhere in any case: no branch between the loads.
+          const auto loaded = load_global<kBytes>(place(left > 0 ? col : 0));
+          if (left > 0) raw[i] = loaded;
+        } else if (left > 0) {
+          raw[i] = load_unit<sizeof(T), kBytes>(place(col), left, source);
         }
-      });
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (first + i >= units) break;  // the same for all threads
+        f(column(first + i), [&](acc_of<T>* v) {
+          unpack<T, kColumns>(raw[i], v);
+          if (exponent != 0) {
+#pragma unroll
+            for (int j = 0; j < kColumns; ++j) v[j] = std::ldexp(v[j], -exponent);
+          }
+        });
+      }
     }
   }
 
@@ -177,10 +183,8 @@ __device__ __forceinline__ acc_t sum_of(const acc_t (&a)[kAccumulators]) {
 /// is what the first mean is off by: it takes its share out of the variance and mends the mean, so
 /// that of a constant row nothing is left.
 template <class Statistics, class acc_t, class Row>
-__device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& group,
-                                                               typename Row::index_t cols,
+__device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& group, int cols,
                                                                const NormParams& params) {
-  using index_t = typename Row::index_t;
   constexpr int kColumns = Row::kColumns;
   const acc_t count = static_cast<acc_t>(cols);
   RowStatistics<acc_t> result = {};
@@ -197,7 +201,7 @@ __device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& 
     all_reduce<Sum>(group, total);
     result.mean = total[0] / count;
     acc_t deviation[kAccumulators] = {}, square[kAccumulators] = {};
-    row.for_units([&](index_t col, auto load) {
+    row.for_units([&](int col, auto load) {
       acc_t v[kColumns];
       load(v);
       with_columns<kColumns>(cols - col, [&](auto columns) {
@@ -281,7 +285,7 @@ __device__ __forceinline__ void apply_parameters(const ForwardArgs& args, int64_
   acc_t w[kColumns], b[kColumns];
   if (args.weight.data != nullptr) {
     weight.values(args.weight, w);
-    if (args.weight_offset != 0) {
+    if (args.has_offset) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) w[j] += static_cast<acc_t>(args.weight_offset);
     }
@@ -306,7 +310,6 @@ template <class Statistics, class T, class Out, int kUnitBytes, class Row, int k
 __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const ForwardArgs args) {
   if constexpr (runs_here<kUnitBytes>()) {
     using acc_t = acc_of<T>;
-    using index_t = typename Row::index_t;
     constexpr int kColumns = Row::kColumns, kOut = sizeof(Out);
     // Rows of up to 32 threads share warps; longer ones have the block to themselves.
     const unsigned in_block = threadIdx.x;
@@ -319,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
     const int64_t row =
         static_cast<int64_t>(blockIdx.x >> args.log2_cluster) * args.rows_per_block + slot;
     const bool active = row < args.rows;
-    const index_t cols = active ? static_cast<index_t>(args.cols) : 0;
+    const int cols = active ? static_cast<int>(args.cols) : 0;
     Source source = args.source;
     source.data = static_cast<const char*>(args.input.data) +
                   (active ? row_offset(args.input, row) : 0) * static_cast<int>(sizeof(T));
@@ -362,8 +365,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
     }
 
     char* const output = static_cast<char*>(args.output) + (active ? row : 0) * args.cols * kOut;
-    data.for_units([&](index_t col, auto load) {
-      const index_t left = cols - col;
+    data.for_units([&](int col, auto load) {
+      const int left = cols - col;
       Chunk<kColumns* kOut> unit = {};
       if (left > 0) {
         acc_t v[kColumns];

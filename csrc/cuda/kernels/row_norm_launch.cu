@@ -1,9 +1,9 @@
 // From a plan to the kernel compiled for it. Built once for each pair of dtypes:
 // FUSEDNORM_IN and FUSEDNORM_OTHER (of output or grad_output) name them.
 //
-// Kernels of a pair and an architecture: forward 2 norms x (4 or 3 register + 2 loop kernels),
-// backward 2 norms x (2 + 2 of two launches), one that reduces: 21 or 19. With 6 pairs 126 or 114,
-// and 60 or 72 empty ones, of the other unit size.
+// Kernels of a pair and an architecture: forward 2 norms x (6 register kernels, or 4 of twice the
+// unit, + 2 loop kernels), backward 2 norms x (2 + 2 of two launches), one that reduces: 25 or 21.
+// With 6 pairs 150 or 126, and 72 or 96 empty ones, of the other unit size.
 #include "row_norm_backward.cuh"
 #include "row_norm_kernels.cuh"
 #include "row_norm_launch.h"
@@ -41,9 +41,10 @@ LaunchResult forward_in_registers(const ForwardArgs& args, const LaunchShape& sh
                                   CUstream_st* stream) {
   constexpr int kColumns = kUnitBytes / (sizeof(T) > sizeof(Out) ? sizeof(T) : sizeof(Out));
   constexpr int kHeld = kUnits * kUnitBytes;
-  return launch(row_norm_forward<Statistics, T, Out, kUnitBytes, RegisterRow<T, kColumns, kUnits>,
-                                 forward_max_threads(kHeld), forward_min_blocks(kHeld)>,
-                args, shape, stream);
+  return launch(
+      row_norm_forward<Statistics, T, Out, kUnitBytes, RegisterRow<T, kColumns, kUnits>,
+                       forward_max_threads(kHeld), forward_min_blocks(kHeld, sizeof(acc_of<T>))>,
+      args, shape, stream);
 }
 
 template <class Statistics, class T, class Out, int kUnitBytes, bool kShared>
@@ -75,8 +76,15 @@ LaunchResult forward(const ForwardPlan& plan, const ForwardArgs& args, CUstream_
       return forward_in_registers<Statistics, T, Out, kUnitBytes, 1>(args, shape, stream);
     case 2:
       return forward_in_registers<Statistics, T, Out, kUnitBytes, 2>(args, shape, stream);
+    case 3:
+      return forward_in_registers<Statistics, T, Out, kUnitBytes, 3>(args, shape, stream);
     case 4:
       return forward_in_registers<Statistics, T, Out, kUnitBytes, 4>(args, shape, stream);
+    case 6:
+      if constexpr (kUnitBytes == 16) {
+        return forward_in_registers<Statistics, T, Out, kUnitBytes, 6>(args, shape, stream);
+      }
+      break;
     default:
       if constexpr (kUnitBytes == 16) {
         return forward_in_registers<Statistics, T, Out, kUnitBytes, 8>(args, shape, stream);

@@ -41,6 +41,7 @@ struct ForwardArgs {
   void* rstd;         // likewise
   Parameter weight, bias;
   double weight_offset;
+  bool has_offset;  // weight_offset != 0, so that no thread compares doubles
   int64_t rows, cols;
   NormParams params;
   bool round_x_hat;  // to the input's dtype before the product with the weight
