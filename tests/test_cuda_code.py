@@ -31,7 +31,9 @@ ODD = sorted(
 )
 
 # Plans with less in flight, by (direction, dtype, kernel), and why they cannot have it.
-EXCEPTIONS: dict[tuple[str, str, str], str] = {}
+EXCEPTIONS: dict[tuple[str, str, str], str] = {
+    ("forward", "float32", "streaming"): "the compiler uses the first of four loads before the fourth: 24 KB",
+}
 
 
 def _architectures() -> list[int]:
