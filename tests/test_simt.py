@@ -175,8 +175,8 @@ def test_every_kernel_has_a_case() -> None:
     everything, here = {covered(c) for c in ALL}, {covered(c) for c in CASES}
     assert here == everything
     forward = {(*k[1:-2], k[-1]) for k in here if k[0] == "forward"}
-    # 4 (3 of 32-byte units) that hold the row in registers and 2 loops, with whole units and without.
-    assert len(forward) == len(NORMS) * len(PAIRS) * (4 + 2 + 3 + 2) * 2
+    # 6 (4 of 32-byte units) that hold the row in registers and 2 loops, with whole units and without.
+    assert len(forward) == len(NORMS) * len(PAIRS) * (6 + 2 + 4 + 2) * 2
     backward = {(*k[1:4], k[4] == "two launches", k[5], k[-1]) for k in here if k[0] == "backward"}
     assert len(backward) == len(NORMS) * len(PAIRS) * 3 * 2
 
@@ -378,7 +378,7 @@ def other_memory(t: Tensor) -> dict[str, Tensor]:
     }
 
 
-@each_kind(10_000)
+@each_kind(10_000 if FULL else 5000)
 def test_strides(
     norm: NormUnderTest, arch: int, dtype: torch.dtype, cols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,7 +399,7 @@ def test_strides(
 # ---- Bits -----------------------------------------------------------------------------------------------
 
 
-@each_kind(20_000, 90_000)
+@each_kind(20_000 if FULL else 10_000, 90_000 if FULL else 40_000)
 def test_a_row_has_the_same_bits_in_any_batch(
     norm: NormUnderTest, arch: int, dtype: torch.dtype, cols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,7 +462,7 @@ def test_seeds_do_not_change_bits(
 SCALES = {torch.float64: (1e200, 1e-200), torch.float32: (1e30, 1e-30), torch.bfloat16: (1e30, 1e-30)}
 
 
-@each_kind(20_000, 90_000)
+@each_kind(20_000 if FULL else 10_000, 90_000 if FULL else 40_000)
 def test_extreme_rows(
     norm: NormUnderTest, arch: int, dtype: torch.dtype, cols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,7 +499,7 @@ def test_extreme_rows(
 @pytest.mark.parametrize(
     "dtypes", list(itertools.product(DTYPES, repeat=3)), ids=lambda d: "-".join(str(t)[6:] for t in d)
 )
-@pytest.mark.parametrize("arch", ARCHS if FULL else (80, 120))
+@pytest.mark.parametrize("arch", ARCHS if FULL else (120,))
 def test_mixed_dtypes(
     norm: NormUnderTest, arch: int, dtypes: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -573,8 +573,9 @@ def test_llama_casting_mode(
         x_hat = forward(rms, x, None, None, other)[0].to(dtype)
         assert torch.equal(y, x_hat.float() * w.float())
         terms = g.double() * x_hat.double()
-        # One rounding at the store; the sums over two rows are exact to ulps of fp32.
-        bound = torch.finfo(dtype).eps * terms.sum(0).abs() / 2 + 4 * torch.finfo(
-            other
-        ).eps * terms.abs().sum(0)
+        # One rounding at the store (of a subnormal number, half of the spacing of those); the sums over two
+        # rows are exact to ulps of fp32.
+        info = torch.finfo(dtype)
+        bound = info.eps / 2 * terms.sum(0).abs().clamp_min(info.tiny)
+        bound += 4 * torch.finfo(other).eps * terms.abs().sum(0)
         assert ((grad_weight.double() - terms.sum(0)).abs() <= bound).all()
