@@ -113,6 +113,10 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheDevice) {
         EXPECT_TRUE(p.rows_per_block == 1 || p.blocks_per_row == 1);
         EXPECT_LE(p.groups * 2 * p.rows_per_block, rows + 2 * p.rows_per_block - 1);
         EXPECT_EQ(p.groups == 0, rows == 0);
+        // Where a stage's grad_output begins: copies of 16 bytes go there.
+        const int width = std::min(32, p.threads_per_row);
+        const int units = p.units * p.threads / width * (width + 1);
+        EXPECT_EQ(units * p.columns * size_of(in) % 16, 0);
       }
     }
   });

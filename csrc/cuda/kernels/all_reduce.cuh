@@ -42,10 +42,13 @@ __device__ __forceinline__ Group make_group(int threads_per_row, int block_threa
   g.exchange_width = 1;
   while (g.exchange_width < g.warps && g.exchange_width < 32) g.exchange_width *= 2;
   g.cluster = cluster;
-  const int bytes = exchange_bytes(cluster > 1 ? threads_per_row : block_threads, acc_size);
+  // Of the row in the cluster, or in this block: where its blocks are no cluster, they exchange
+  // nothing through shared memory.
+  const int exchanging = cluster > 1 ? threads_per_row : block_threads;
+  const int bytes = exchange_bytes(exchanging, acc_size);
   g.exchange = shared + slot * bytes;
   g.memory = shared + slots * bytes;
-  g.half = kReducedValues * g.warps;
+  g.half = kReducedValues * (exchanging >> 5);
   g.turn = 0;
   return g;
 }

@@ -2,9 +2,11 @@
 //
 // A row's columns are dealt in units of `unit_bytes` of its widest tensor. Unit u belongs to thread
 // u % threads_per_row, and is the (u / threads_per_row)-th of that thread. This assignment follows
-// from the row length and the dtypes (and, in forward, from whether the architecture has 32-byte
-// accesses), never from the number of rows or from where a row lies; so do the sums, taken warp by
-// warp in a fixed order. Whether the warps sit in one block or in a cluster changes no bit.
+// from the row length, the dtypes and, in forward, the architecture (32-byte accesses; whole warps
+// in each block of a cluster), never from the number of rows or from where a row lies; so do the
+// sums, taken warp by warp in a fixed order. In backward it is the same on every architecture:
+// whether the warps sit in one block, a cluster or two launches changes no bit. (But of extreme
+// rows, whose statistics each block takes again by itself.)
 #pragma once
 
 #include <cstdint>
