@@ -579,3 +579,40 @@ def test_llama_casting_mode(
         bound = info.eps / 2 * terms.sum(0).abs().clamp_min(info.tiny)
         bound += 4 * torch.finfo(other).eps * terms.abs().sum(0)
         assert ((grad_weight.double() - terms.sum(0)).abs() <= bound).all()
+
+
+# ---- Errors of the host side ----------------------------------------------------------------------------
+
+
+def test_a_failed_launch_names_kernel_and_configuration(
+    norm: NormUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(3, 4096, requires_grad=True)
+    y = norm(x, None, None)
+    monkeypatch.setenv("FUSEDNORM_SIMT_LAUNCH_ERROR", "2")
+    with pytest.raises(RuntimeError) as forward:
+        norm(x, None, None)
+    with pytest.raises(RuntimeError) as backward:
+        torch.autograd.grad(y.sum(), x)
+    for error, operator, kernel in (
+        (forward, norm.name, "row_norm_forward (registers)"),
+        (backward, norm.name + "_backward", "row_norm_backward"),
+    ):
+        message = f"fusednorm::{operator}: the launch of {kernel} failed: error 2 ("
+        assert message in str(error.value) and "blocks of" in str(error.value)
+        assert "bytes of shared memory)" in str(error.value)
+
+
+def test_a_plan_too_large_for_the_device(norm: NormUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with less shared memory than its architecture promises: forward streams, backward says so."""
+    x = torch.randn(2, 4096, requires_grad=True)
+    monkeypatch.setenv("FUSEDNORM_SIMT_SHARED", "20000")
+    y = norm(x, None, None)
+    with pytest.raises(RuntimeError, match=r"_backward: the plan needs \d+ bytes of shared memory a block"):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_rows_longer_than_32_bits_count(norm: NormUnderTest) -> None:
+    x = torch.empty(1, dtype=torch.float16).expand(1, 2**30 + 1)
+    with pytest.raises(RuntimeError, match="input: expected rows of at most 1073741824 elements"):
+        norm(x, None, None)

@@ -3,7 +3,9 @@
 // touch.
 //
 // Environment: FUSEDNORM_SIMT_ARCH, the architecture whose plans are used (90);
-// FUSEDNORM_SIMT_SEED, the order in which threads run (0: by number).
+// FUSEDNORM_SIMT_SEED, the order in which threads run (0: by number). To see errors:
+// FUSEDNORM_SIMT_SHARED, the shared memory of a block; FUSEDNORM_SIMT_LAUNCH_ERROR, what every
+// launch returns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,6 +41,7 @@ inline int environment(const char* name, int otherwise) {
 inline const Architecture& architecture_of(const at::Tensor&) {
   static Architecture a;
   a = architecture(environment("FUSEDNORM_SIMT_ARCH", 90));
+  a.shared_per_block = environment("FUSEDNORM_SIMT_SHARED", a.shared_per_block);
   simt::set_seed(static_cast<uint64_t>(environment("FUSEDNORM_SIMT_SEED", 0)));
   return a;
 }
