@@ -459,7 +459,13 @@ def test_seeds_do_not_change_bits(
 
 # ---- Extreme rows ---------------------------------------------------------------------------------------
 
-SCALES = {torch.float64: (1e200, 1e-200), torch.float32: (1e30, 1e-30), torch.bfloat16: (1e30, 1e-30)}
+# Powers of two: with eps 0 they change nothing but the scale, not even rounding.
+SCALES = {
+    torch.float64: (2.0**664, 2.0**-664),
+    torch.float32: (2.0**100, 2.0**-100),
+    torch.bfloat16: (2.0**100, 2.0**-100),
+    torch.float16: (2.0**13, 2.0**-10),
+}
 
 
 @each_kind(20_000 if FULL else 10_000, 90_000 if FULL else 40_000)
@@ -469,27 +475,43 @@ def test_extreme_rows(
     """Huge, tiny, constant and non-finite rows between ordinary ones, which keep their bits."""
     on(monkeypatch, arch)
     rows_only = (True, False, False)
-    huge, tiny = SCALES.get(dtype, (1e4, 1e-3))
+    huge, tiny = SCALES[dtype]
     # With 7 rows backward has 4 groups: rows r and r + 4 go to the same block, one after the other. There an
     # ordinary row follows an extreme one, and the reverse.
     x, w, b, g = problem(7, cols, dtype)
     ordinary = [0, 2, 5]
     clean = per_row(norm, everything(norm, x[ordinary], w, b, g[ordinary], mask=rows_only, eps=0.0))
+    plain = x.clone()
     x[1], x[3], x[4], x[6] = x[1] * huge, 3.0, x[4] * tiny, x[6] * huge
     results = per_row(norm, everything(norm, x, w, b, g, mask=rows_only, eps=0.0))
     assert same([t[ordinary] for t in results], clean)
     # LayerNorm of a constant row with eps 0 is 0 / 0 to the reference: with eps it is the bias.
+    # (And fp64 rows as large as this are beyond it: it gets them unscaled.)
     others = [0, 1, 2, 4, 5, 6]
-    assert ulps(results[0][others], norm.reference(x[others], w, b, eps=0.0)) <= FORWARD_ULPS[dtype]
+    within = plain.clone() if dtype == torch.float64 else x
+    assert ulps(results[0][others], norm.reference(within[others], w, b, eps=0.0)) <= FORWARD_ULPS[dtype]
     y = forward(norm, x[3:4], w, b)[0]
     assert ulps(y, norm.reference(x[3:4], w, b)) <= FORWARD_ULPS[dtype]
     assert not norm.has_bias or torch.equal(y[0], b)
-    check_gradients(norm, x[[1, 4]], w, b, g[[1, 4]], eps=0.0)
+    if dtype == torch.float64:
+        scales = torch.tensor([[huge], [tiny]], dtype=dtype)
+        rows = plain[[1, 4]].requires_grad_()
+        (expected,) = torch.autograd.grad(norm.reference(rows, w, b, eps=0.0), rows, g[[1, 4]])
+        # As in check_gradients: ulps of the terms that grad_input is the sum of, not of what is left.
+        with torch.no_grad():
+            deviation = rows - rows.mean(-1, keepdim=True) if norm.has_bias else rows
+            terms = (g[[1, 4]] * w).abs().amax(-1, keepdim=True) / deviation.square().mean(
+                -1, keepdim=True
+            ).sqrt()
+        assert ((results[-1][[1, 4]] * scales - expected).abs() <= 8 * 2.0**-52 * terms).all()
+    else:
+        check_gradients(norm, x[[1, 4]], w, b, g[[1, 4]], eps=0.0)
 
-    x[1, cols // 2], x[4, -1], x[6, 0] = math.nan, math.inf, -math.inf
+    for t in (x, within):
+        t[1, cols // 2], t[4, -1], t[6, 0] = math.nan, math.inf, -math.inf
     results = per_row(norm, everything(norm, x, w, b, g, mask=rows_only, eps=0.0))
     assert same([t[ordinary] for t in results], clean)
-    assert ulps(results[0][others], norm.reference(x[others], w, b, eps=0.0)) <= FORWARD_ULPS[dtype]
+    assert ulps(results[0][others], norm.reference(within[others], w, b, eps=0.0)) <= FORWARD_ULPS[dtype]
     assert results[-1][[1, 4, 6]].isnan().any(-1).all()
 
 
