@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "checks.h"
 #include "ops.h"
 #include "row_norm.h"
 #include "rows.h"
@@ -85,6 +86,39 @@ struct Rows {
       collapse(tensor, sizes.leading_dims, &layout);
     }
     layout.data = tensor.const_data_ptr();
+  }
+};
+
+// ---- The three functions of a dispatch key, for a device that has kernels ----
+
+/// Device gives empty(sizes, dtype, like), forward_rows (mean and rstd undefined: not wanted) and
+/// backward_rows.
+template <class Device>
+struct DeviceBackend {
+  static Tensor output(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in) {
+    checks::check_forward(norm, in);
+    Tensor output = Device::empty(in.input.sizes(), in.input.scalar_type(), in.input);
+    Device::forward_rows(norm, in, output, Tensor(), Tensor());
+    return output;
+  }
+
+  static ThreeTensors forward(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in,
+                              std::optional<at::ScalarType> out_dtype) {
+    checks::check_forward(norm, in, out_dtype);
+    const auto dtype = in.input.scalar_type();
+    Tensor output = Device::empty(in.input.sizes(), out_dtype.value_or(dtype), in.input);
+    const auto leading = in.input.sizes().slice(0, in.input.dim() - in.normalized_shape.size());
+    const auto statistic = [&] {
+      return Device::empty(leading, accumulation_dtype(dtype), in.input);
+    };
+    Tensor mean = norm.centered ? statistic() : Tensor(), rstd = statistic();
+    Device::forward_rows(norm, in, output, mean, rstd);
+    return {std::move(output), std::move(mean), std::move(rstd)};
+  }
+
+  static ThreeTensors backward(c10::DispatchKeySet, const Norm& norm, const BackwardInputs& in) {
+    checks::check_backward(norm, in);
+    return Device::backward_rows(norm, in);
   }
 };
 

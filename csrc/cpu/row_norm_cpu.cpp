@@ -208,29 +208,13 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   return {grad_input, grad_parameters[0], grad_parameters[1]};
 }
 
-struct CpuBackend {
-  static Tensor output(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in) {
-    checks::check_forward(norm, in);
-    Tensor output = empty(in.input.sizes(), in.input.scalar_type());
-    forward_rows(norm, in, output, Tensor(), Tensor());
-    return output;
+struct Cpu {
+  static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor&) {
+    return fusednorm::empty(sizes, dtype);
   }
-
-  static ThreeTensors forward(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in,
-                              std::optional<at::ScalarType> out_dtype) {
-    checks::check_forward(norm, in, out_dtype);
-    const auto dtype = in.input.scalar_type();
-    Tensor output = empty(in.input.sizes(), out_dtype.value_or(dtype));
-    const auto leading = in.input.sizes().slice(0, in.input.dim() - in.normalized_shape.size());
-    Tensor mean = norm.centered ? empty(leading, accumulation_dtype(dtype)) : Tensor();
-    Tensor rstd = empty(leading, accumulation_dtype(dtype));
-    forward_rows(norm, in, output, mean, rstd);
-    return {std::move(output), std::move(mean), std::move(rstd)};
-  }
-
-  static ThreeTensors backward(c10::DispatchKeySet, const Norm& norm, const BackwardInputs& in) {
-    checks::check_backward(norm, in);
-    auto gradients = backward_rows(norm, in);
+  static constexpr auto forward_rows = &fusednorm::forward_rows;
+  static ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
+    auto gradients = fusednorm::backward_rows(norm, in);
     Tensor& grad_input = std::get<0>(gradients);
     if (grad_input.defined()) grad_input = grad_input.to(in.input.scalar_type());
     return gradients;
@@ -241,6 +225,6 @@ struct CpuBackend {
 
 const char* cpu_kernels() { return kernels().name; }
 
-TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { Operators<CpuBackend>::register_on(m); }
+TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { Operators<DeviceBackend<Cpu>>::register_on(m); }
 
 }  // namespace fusednorm

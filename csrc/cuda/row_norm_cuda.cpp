@@ -25,35 +25,29 @@ using cuda::LaunchResult;
 
 // ---- The pairs of dtypes there are kernels for ----
 
-constexpr int pair_of(DType in, DType other) {
-  return static_cast<int>(in) * kNumDTypes + static_cast<int>(other);
-}
+template <DType kIn, DType kOther>
+struct Pair {
+  static constexpr DType in = kIn, other = kOther;
+};
 
-#define FN_FOR_EACH_PAIR(F) \
-  F(kFloat64, kFloat64)     \
-  F(kFloat32, kFloat32)     \
-  F(kBFloat16, kBFloat16) F(kFloat16, kFloat16) F(kBFloat16, kFloat32) F(kFloat16, kFloat32)
-
-auto forward_launcher(DType in, DType out) {
-  switch (pair_of(in, out)) {
-#define FN_CASE(IN, OTHER)               \
-  case pair_of(DType::IN, DType::OTHER): \
-    return cuda::launch_forward<DType::IN, DType::OTHER>;
-    FN_FOR_EACH_PAIR(FN_CASE)
-#undef FN_CASE
+/// f(pair): dtypes of a call become template arguments.
+template <class F>
+LaunchResult with_pair(DType in, DType other, const F& f) {
+  if (in == other) {
+    switch (in) {
+      case DType::kFloat64:
+        return f(Pair<DType::kFloat64, DType::kFloat64>{});
+      case DType::kFloat32:
+        return f(Pair<DType::kFloat32, DType::kFloat32>{});
+      case DType::kBFloat16:
+        return f(Pair<DType::kBFloat16, DType::kBFloat16>{});
+      case DType::kFloat16:
+        return f(Pair<DType::kFloat16, DType::kFloat16>{});
+    }
   }
-  TORCH_INTERNAL_ASSERT(false, "checks.h lets no other pair of dtypes pass");
-}
-
-auto backward_launcher(DType in, DType grad) {
-  switch (pair_of(in, grad)) {
-#define FN_CASE(IN, OTHER)               \
-  case pair_of(DType::IN, DType::OTHER): \
-    return cuda::launch_backward<DType::IN, DType::OTHER>;
-    FN_FOR_EACH_PAIR(FN_CASE)
-#undef FN_CASE
-  }
-  TORCH_INTERNAL_ASSERT(false, "checks.h lets no other pair of dtypes pass");
+  // checks.h lets no other pair pass
+  return in == DType::kBFloat16 ? f(Pair<DType::kBFloat16, DType::kFloat32>{})
+                                : f(Pair<DType::kFloat16, DType::kFloat32>{});
 }
 
 // ---- Tensors as the kernels see them ----
@@ -179,8 +173,10 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   args.cluster = plan.cluster;
   args.log2_threads = std::bit_width(static_cast<unsigned>(plan.threads_per_row)) - 1;
   args.log2_cluster = std::bit_width(static_cast<unsigned>(plan.cluster)) - 1;
-  check_launch(norm, forward_launcher(in_dtype, out_dtype)(norm.centered, plan, args,
-                                                           cuda::current_stream()));
+  check_launch(norm, with_pair(in_dtype, out_dtype, [&](auto pair) {
+                 return cuda::launch_forward<pair.in, pair.other>(norm.centered, plan, args,
+                                                                  cuda::current_stream());
+               }));
   cuda::launched();
 }
 
@@ -263,44 +259,26 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
     reduce.dtypes[reduce.parameters] = dtype_of(gradient.scalar_type());
     reduce.gradients[reduce.parameters++] = writable(gradient);
   }
-  check_launch(norm, backward_launcher(in_dtype, grad_dtype)(norm.centered, plan, args, reduce,
-                                                             cuda::current_stream()));
+  check_launch(norm, with_pair(in_dtype, grad_dtype, [&](auto pair) {
+                 return cuda::launch_backward<pair.in, pair.other>(norm.centered, plan, args,
+                                                                   reduce, cuda::current_stream());
+               }));
   cuda::launched();
   return {grad_input, gradients[0], gradients[1]};
 }
 
-struct CudaBackend {
-  static Tensor output(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in) {
-    checks::check_forward(norm, in);
-    Tensor output = empty(in.input.sizes(), in.input.scalar_type(), in.input);
-    forward_rows(norm, in, output, Tensor(), Tensor());
-    return output;
-  }
-
-  static ThreeTensors forward(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in,
-                              std::optional<at::ScalarType> out_dtype) {
-    checks::check_forward(norm, in, out_dtype);
-    const auto dtype = in.input.scalar_type();
-    Tensor output = empty(in.input.sizes(), out_dtype.value_or(dtype), in.input);
-    const auto leading = in.input.sizes().slice(0, in.input.dim() - in.normalized_shape.size());
-    const auto statistic = [&] { return empty(leading, accumulation_dtype(dtype), in.input); };
-    Tensor mean = norm.centered ? statistic() : Tensor(), rstd = statistic();
-    forward_rows(norm, in, output, mean, rstd);
-    return {std::move(output), std::move(mean), std::move(rstd)};
-  }
-
-  static ThreeTensors backward(c10::DispatchKeySet, const Norm& norm, const BackwardInputs& in) {
-    checks::check_backward(norm, in);
-    return backward_rows(norm, in);
-  }
+struct Cuda {
+  static constexpr auto empty = &fusednorm::empty;
+  static constexpr auto forward_rows = &fusednorm::forward_rows;
+  static constexpr auto backward_rows = &fusednorm::backward_rows;
 };
 
 }  // namespace
 
 #if defined(FUSEDNORM_SIMT)
-TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { Operators<CudaBackend>::register_on(m); }
+TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { Operators<DeviceBackend<Cuda>>::register_on(m); }
 #else
-TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) { Operators<CudaBackend>::register_on(m); }
+TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) { Operators<DeviceBackend<Cuda>>::register_on(m); }
 #endif
 
 }  // namespace fusednorm
