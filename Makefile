@@ -47,8 +47,11 @@ test-simt: build
 	  --deselect tests/test_field_reports.py::test_b32_more_than_2_to_the_31_elements \
 	  --deselect tests/test_field_reports.py::test_b76_options_survive_a_program $(ARGS)
 
+# ONNX Runtime is a rival to compare with, and left out where it cannot be installed.
 bench: build
-	$(RUN) benchmarks/bench_norms.py $(ARGS)
+	-$(PY) -m pip install --disable-pip-version-check -q -r benchmarks/requirements.txt
+	cmake --build $(BUILD)/cmake --target bench_small_calls
+	$(RUN) benchmarks/bench_norms.py --programs $(BUILD)/cmake $(ARGS)
 
 format: $(VENV)/.installed
 	$(VENV)/bin/clang-format -i $(CXX_FILES)

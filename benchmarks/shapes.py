@@ -1,41 +1,59 @@
-"""What the benchmark measures, as data; the least bytes of a case; and the command line that picks cases."""
+"""What the benchmark measures, as data: shapes, dtypes, directions, the cases of a run, a case's bytes."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 Shape = tuple[int, int]
 
-BENCH_DIR = Path(__file__).resolve().parents[1] / "build" / "bench"
-
-# Rows x columns: from a batch that lives in the cache to one that no cache holds.
-DEFAULT_SHAPES: tuple[Shape, ...] = ((256, 768), (2048, 768), (512, 4096), (8192, 4096))
-# A pass of eager RMSNorm over 8192x4096 alone takes about half a second.
-QUICK_SHAPES: tuple[Shape, ...] = DEFAULT_SHAPES[:-1]
-
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp64": torch.float64,
 }
-DEFAULT_DTYPES: tuple[str, ...] = ("fp32", "bf16")
 
 # The title of each norm, and how many parameters of one row's length it has.
 NORM_TITLES: dict[str, str] = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
-NORM_PARAMETERS: dict[str, int] = {"layer_norm": 2, "rms_norm": 1}
+NORM_PARAMETERS: dict[str, int] = {"layer_norm": 2, "rms_norm": 1, "add_layer_norm": 2}
+# The sum of x and a residual, normalized: forward only, beside ONNX Runtime's SkipLayerNormalization.
+ADD_LAYER_NORM = "add_layer_norm"
+ALL_TITLES = NORM_TITLES | {ADD_LAYER_NORM: "add+LayerNorm"}
 
-FORWARD = "forward"
+FORWARD = "forward"  # without grad
+FORWARD_GRAPH = "fwd+graph"  # builds a graph for backward and drops it
+BACKWARD = "backward"  # alone, over a graph that was built once
 FORWARD_BACKWARD = "fwd+bwd"
-DIRECTIONS: tuple[str, ...] = (FORWARD, FORWARD_BACKWARD)
+MODULE_FORWARD = "module"  # a module's call without grad: what a small batch pays beside the kernel
+MODULE_FORWARD_BACKWARD = "module fwd+bwd"
+DIRECTIONS: tuple[str, ...] = (FORWARD, FORWARD_GRAPH, BACKWARD, FORWARD_BACKWARD)
+MODULE_DIRECTIONS: tuple[str, ...] = (MODULE_FORWARD, MODULE_FORWARD_BACKWARD)
+
+# Rows x columns. The bars of speed are for these four; only here is torch.compile worth its time.
+BAR_SHAPES: tuple[Shape, ...] = ((256, 768), (2048, 768), (512, 4096), (32, 65536))
+BIG_SHAPE: Shape = (8192, 4096)  # no cache holds it
+SMALL_SHAPES: tuple[Shape, ...] = ((1, 64), (1, 768), (1, 4096), (8, 768), (8, 4096))
+OTHER_SHAPES: tuple[Shape, ...] = ((1, 65536), (64, 768), (100000, 32))
+WIDTH_ROWS = 4096
+WIDTHS: tuple[int, ...] = (1, 3, 33, 127, 257, 1023, 1025)
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is n at least."""
+    return 1 << (n - 1).bit_length()
+
+
+WIDTH_SHAPES: tuple[Shape, ...] = tuple((WIDTH_ROWS, w) for w in WIDTHS)
+# What a width is compared with: the time of an element there.
+REFERENCE_SHAPES: tuple[Shape, ...] = tuple(
+    (WIDTH_ROWS, w) for w in sorted({next_power_of_two(w) for w in WIDTHS} - set(WIDTHS))
+)
+
+KEPT, FRESH = "kept", "fresh"  # freed memory stays with the process, or malloc does as it likes
 
 
 @dataclass(frozen=True)
@@ -48,25 +66,87 @@ class Case:
     dtype: str
     direction: str
     threads: int
+    isa: str = ""  # ATEN_CPU_CAPABILITY; empty: the machine's own
+    memory: str = KEPT
+
+    @property
+    def shape(self) -> Shape:
+        return self.rows, self.cols
+
+    @property
+    def grad(self) -> bool:
+        """Whether autograd is on."""
+        return self.direction not in (FORWARD, MODULE_FORWARD)
 
     @property
     def backward(self) -> bool:
-        """Whether the case takes gradients too."""
-        return self.direction == FORWARD_BACKWARD
+        """Whether the case takes gradients."""
+        return self.direction in (BACKWARD, FORWARD_BACKWARD, MODULE_FORWARD_BACKWARD)
 
     def __str__(self) -> str:
         where = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        return f"{NORM_TITLES[self.norm]} {self.rows}x{self.cols} {self.dtype} {self.direction}, {where}"
+        what = f"{ALL_TITLES[self.norm]} {self.rows}x{self.cols} {self.dtype} {self.direction}, {where}"
+        return what + f", {self.isa}" * bool(self.isa) + f", {self.memory} memory" * (self.memory != KEPT)
 
 
-def cases(
-    norms: Iterable[str], shapes: Iterable[Shape], dtypes: Iterable[str], threads: Iterable[int]
+def product(
+    norms: Sequence[str],
+    shapes: Sequence[Shape],
+    dtypes: Sequence[str],
+    directions: Sequence[str],
+    threads: Sequence[int],
+    isa: str = "",
+    memory: str = KEPT,
 ) -> Iterator[Case]:
     """Every combination; neighbours share their inputs, so that the inputs are made once."""
-    for norm, dtype, (rows, cols), direction, count in itertools.product(
-        norms, dtypes, shapes, DIRECTIONS, threads
-    ):
-        yield Case(norm, rows, cols, dtype, direction, count)
+    for norm, dtype, shape, count, direction in itertools.product(norms, dtypes, shapes, threads, directions):
+        yield Case(norm, *shape, dtype, direction, count, isa, memory)
+
+
+def full_sweep(threads: Sequence[int], other_isa: Sequence[str]) -> list[Case]:
+    """What the issue of the benchmark asks for, within a quarter of an hour.
+
+    More threads only where there are rows for them and work enough to share (all else runs on one anyway).
+    The narrower instruction sets run where they differ most: the bar shapes and one odd width.
+    """
+    norms = tuple(NORM_TITLES)
+    one, more = threads[:1], threads[1:]
+    large = (*BAR_SHAPES, BIG_SHAPE)
+    small = (*SMALL_SHAPES, *OTHER_SHAPES, *WIDTH_SHAPES)
+    few = (FORWARD, FORWARD_BACKWARD)
+    fp64_shapes = ((1, 768), (2048, 768))
+    shared = ((64, 768), (100000, 32), *WIDTH_SHAPES[2:])
+    found = [
+        *product(norms, large, ("fp32", "bf16"), DIRECTIONS, threads),
+        *product(norms, small, ("fp32", "bf16", "fp16"), DIRECTIONS, one),
+        *product(norms, large, ("fp16",), DIRECTIONS, one),
+        *product(norms, BAR_SHAPES, ("fp16",), few, more),
+        *product(norms, shared, ("fp32", "bf16"), few, more),
+        *product(norms, fp64_shapes, ("fp64",), DIRECTIONS, one),
+        *product(norms, REFERENCE_SHAPES, ("fp32", "bf16"), (FORWARD, BACKWARD), one),
+        *product(norms, SMALL_SHAPES, ("fp32", "bf16"), MODULE_DIRECTIONS, one),
+        *product((ADD_LAYER_NORM,), BAR_SHAPES, ("fp32", "fp16"), (FORWARD,), threads),
+        *product(norms, (BIG_SHAPE,), ("fp32", "bf16"), few, threads, memory=FRESH),
+    ]
+    for isa in other_isa:
+        found += product(norms, (*BAR_SHAPES, (WIDTH_ROWS, 257)), ("fp32", "bf16"), few, threads, isa)
+    return list(dict.fromkeys(found))
+
+
+def quick_sweep(threads: Sequence[int], other_isa: Sequence[str]) -> list[Case]:
+    """A part of each kind, enough for a first answer on most bars."""
+    norms, few = tuple(NORM_TITLES), (FORWARD, BACKWARD, FORWARD_BACKWARD)
+    some_widths = tuple((WIDTH_ROWS, w) for w in (257, 512, 1025, 2048))
+    found = [
+        *product(norms, BAR_SHAPES, ("fp32", "bf16"), few, threads),
+        *product(norms, some_widths, ("fp32",), (FORWARD, BACKWARD), threads[:1]),
+        *product(norms, ((1, 64), (1, 768), (8, 4096)), ("fp32",), MODULE_DIRECTIONS, threads[:1]),
+        *product(norms, (BIG_SHAPE,), ("bf16",), (FORWARD,), threads[:1], memory=FRESH),
+        *product((ADD_LAYER_NORM,), BAR_SHAPES[:2], ("fp32",), (FORWARD,), threads[:1]),
+    ]
+    for isa in other_isa:
+        found += product(norms, BAR_SHAPES[1:2], ("fp32", "bf16"), (FORWARD, FORWARD_BACKWARD), threads, isa)
+    return list(dict.fromkeys(found))
 
 
 def least_bytes(case: Case) -> int:
@@ -78,100 +158,8 @@ def least_bytes(case: Case) -> int:
     element = DTYPES[case.dtype].itemsize
     matrix, row = case.rows * case.cols * element, case.cols * element
     parameters = NORM_PARAMETERS[case.norm]
-    forward = 2 * matrix + parameters * row
+    forward = (3 if case.norm == ADD_LAYER_NORM else 2) * matrix + parameters * row
     backward = 3 * matrix + (1 + parameters) * row
+    if case.direction == BACKWARD:
+        return backward
     return forward + (backward if case.backward else 0)
-
-
-def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """``256x768,2048x768`` from the command line."""
-    shapes = []
-    for item in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", item.strip())
-        if not match:
-            raise argparse.ArgumentTypeError(f"{item!r} is no shape: expected ROWSxCOLUMNS, as 256x768")
-        shapes.append((int(match[1]), int(match[2])))
-    return tuple(dict.fromkeys(shapes))
-
-
-def parse_threads(text: str) -> tuple[int, ...]:
-    """``1,2`` from the command line. More threads than processors would time the scheduler."""
-    processors = os.cpu_count() or 1
-    for item in text.split(","):
-        if not item.strip().isdecimal() or not 1 <= int(item) <= processors:
-            raise argparse.ArgumentTypeError(f"{item!r} is no thread count from 1 to {processors}")
-    return tuple(sorted({int(item) for item in text.split(",")}))
-
-
-def names_parser(allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of names with commas between them, all of them among the allowed ones."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        names = [item.strip() for item in text.split(",")]
-        for name in names:
-            if name not in allowed:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
-        return tuple(dict.fromkeys(names))
-
-    return parse
-
-
-def parse_arguments(description: str | None) -> argparse.Namespace:
-    """The command line, with the shapes filled in and a stored run read. The description keeps its lines."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    everything = torch.get_num_threads()
-    add = parser.add_argument
-    add(
-        "--shapes",
-        type=parse_shapes,
-        metavar="MxN,...",
-        help="rows x columns; default: the list in shapes.py",
-    )
-    add(
-        "--dtypes",
-        type=names_parser(DTYPES),
-        default=DEFAULT_DTYPES,
-        metavar="DTYPE,...",
-        help=", ".join(DTYPES),
-    )
-    add(
-        "--threads",
-        type=parse_threads,
-        default=tuple(sorted({1, everything})),
-        metavar="T,...",
-        help="default: 1 and all of torch's",
-    )
-    add(
-        "--norms",
-        type=names_parser(NORM_TITLES),
-        default=tuple(NORM_TITLES),
-        metavar="NORM,...",
-        help=", ".join(NORM_TITLES),
-    )
-    add("--quick", action="store_true", help="under a minute: less time a case, and not the largest shape")
-    add("--compile", action="store_true", help="time torch.compile of eager's call too (takes long)")
-    add(
-        "--out",
-        type=Path,
-        default=BENCH_DIR,
-        metavar="DIR",
-        help="for norms.json and norms.png",
-    )
-    add("--default-malloc", action="store_true", help="let malloc return freed memory: times page faults too")
-    add("--markdown", action="store_true", help="print the README's tables in place of the plain one")
-    add("--from-json", type=Path, metavar="FILE", help="with --markdown: print a stored run, measure nothing")
-    args = parser.parse_args()
-    args.shapes = args.shapes or (QUICK_SHAPES if args.quick else DEFAULT_SHAPES)
-    if args.from_json:
-        if not args.markdown:
-            parser.error("--from-json needs --markdown")
-        try:
-            args.stored = json.loads(args.from_json.read_text())
-            missing = {"cpu", "torch", "date", "keeps_memory", "results"} - set(args.stored)
-            if missing:
-                raise LookupError(f"no {', '.join(sorted(missing))}")
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            parser.error(f"--from-json: {args.from_json} is no stored run: {error!r}")
-    return args

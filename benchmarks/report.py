@@ -1,0 +1,61 @@
+"""A run as text: the table for a terminal and the README's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bars import Result, case_of, is_noisy, over_best, ratio
+from shapes import BAR_SHAPES, BIG_SHAPE, FORWARD, FORWARD_BACKWARD, KEPT, NORM_TITLES, Case
+
+
+def text_table(results: Sequence[Result]) -> str:
+    """A line for each case, and a note on those that eager wins."""
+    names = ("ours", "eager", "compile", "onnxruntime", "limit")
+    head = f"{'case':<62}" + "".join(f"{n + ' ms':>15}" for n in names)
+    lines = [head + f"{'of best other':>15}{'of limit':>10}{'GB/s':>8}"]
+    for r in results:
+        times = "".join(f"{r['ms'][n]:>15.4f}" if n in r["ms"] else " " * 15 for n in names)
+        limit = f"{ratio(r, 'limit'):>10.2f}" if "limit" in r["ms"] else " " * 10
+        line = f"{case_of(r)!s:<62}{times}{over_best(r):>15.2f}{limit}{r['gb_per_s']:>8.1f}"
+        lines.append(line + "  disturbed" * is_noisy(r))
+    slower = [r for r in results if ratio(r, "eager") > 1.0]
+    lines.append(f"\n{len(slower)} of {len(results)} cases take over 1.00 of eager's time")
+    lines += [f"  {case_of(r)}: {ratio(r, 'eager'):.3f}{', disturbed' * is_noisy(r)}" for r in slower]
+    return "\n".join(lines)
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """The README's tables: a row for each shape and dtype, a column for each direction and thread count.
+
+    Of the sweep's shapes those of the bars and the largest; of another choice of shapes, all.
+    """
+    by_case = {case_of(r): r for r in run["results"]}
+    # A run of one kind of memory alone shows that; a whole sweep has both, and shows what was kept.
+    memories = {c.memory for c in by_case}
+    memory = KEPT if KEPT in memories or not memories else memories.pop()
+    directions = (FORWARD, FORWARD_BACKWARD)
+    kept = [
+        c
+        for c in by_case
+        if c.memory == memory and not c.isa and c.direction in directions and c.norm in NORM_TITLES
+    ]
+    usual = [c for c in kept if c.shape in (*BAR_SHAPES, BIG_SHAPE) and c.dtype in ("fp32", "bf16")]
+    kept = usual or kept
+    threads = sorted({c.threads for c in kept})
+    columns = [(d, t) for d in directions for t in threads]
+    heads = [f"{d} {t} thread{'s' if t > 1 else ''}" for d, t in columns]
+    lines = []
+    for norm in dict.fromkeys(c.norm for c in kept):
+        lines += [f"| {NORM_TITLES[norm]} | dtype | " + " | ".join(heads) + " |"]
+        lines += ["|---|---|" + "---:|" * len(columns)]
+        keys = dict.fromkeys((c.rows, c.cols, c.dtype) for c in kept if c.norm == norm)
+        for rows, cols, dtype in sorted(keys, key=lambda key: key[0] * key[1]):
+            cells = []
+            for d, t in columns:
+                r = by_case.get(Case(norm, rows, cols, dtype, d, t, "", memory))
+                cells.append(f"{r['ms']['ours']:.3f} ms ({ratio(r, 'eager'):.2f} of eager)" if r else "")
+            lines.append(f"| {rows}x{cols} | {dtype} | " + " | ".join(cells) + " |")
+        lines.append("")
+    what = "freed memory kept" if memory == KEPT else "the default malloc"
+    return "\n".join([*lines, f"{run['cpu']}, torch {run['torch']}, {what}, {run['date'][:10]}."])
