@@ -33,8 +33,14 @@ build: $(BUILD)/cmake/build.ninja
 	cmake --build $(BUILD)/cmake -j $(JOBS)
 	cmake --install $(BUILD)/cmake --prefix $(BUILD)/stage > /dev/null
 
-demo: build
-	$(RUN) benchmarks/demo.py $(ARGS)
+# On its own, without tests, and without CUDA kernels unless ARGS="--device cuda" asks for them: a newcomer waits
+# for one minute and not for five.
+demo: $(VENV)/.installed
+	cmake -S . -B $(BUILD)/demo -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DFUSEDNORM_BUILD_TESTS=OFF \
+	  -DFUSEDNORM_CUDA=$(if $(findstring cuda,$(ARGS)),1,0) -DFUSEDNORM_CUDA_ARCHS="$(CUDA_ARCHS)"
+	cmake --build $(BUILD)/demo -j $(JOBS)
+	cmake --install $(BUILD)/demo --prefix $(BUILD)/demo/stage > /dev/null
+	PYTHONPATH=$(BUILD)/demo/stage $(PY) benchmarks/demo.py $(ARGS)
 
 test: build
 	ctest --test-dir $(BUILD)/cmake --output-on-failure $(ARGS)
