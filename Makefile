@@ -37,7 +37,7 @@ build: $(BUILD)/cmake/build.ninja
 # for one minute and not for five.
 demo: $(VENV)/.installed
 	cmake -S . -B $(BUILD)/demo -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DFUSEDNORM_BUILD_TESTS=OFF \
-	  -DFUSEDNORM_CUDA=$(if $(findstring cuda,$(ARGS)),1,0) -DFUSEDNORM_CUDA_ARCHS="$(CUDA_ARCHS)"
+	  $(if $(findstring cuda,$(ARGS)),-DFUSEDNORM_CUDA=1 -DFUSEDNORM_CUDA_ARCHS="$(CUDA_ARCHS)",-DFUSEDNORM_CUDA=0)
 	cmake --build $(BUILD)/demo -j $(JOBS)
 	cmake --install $(BUILD)/demo --prefix $(BUILD)/demo/stage > /dev/null
 	PYTHONPATH=$(BUILD)/demo/stage $(PY) benchmarks/demo.py $(ARGS)
