@@ -89,6 +89,14 @@ struct Rows {
   }
 };
 
+/// From the tensor's first byte to its last, gaps between its rows included.
+inline int64_t extent_bytes(const Tensor& tensor) {
+  if (tensor.numel() == 0) return 0;
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  return (last + 1) * tensor.element_size();
+}
+
 // ---- The three functions of a dispatch key, for a device that has kernels ----
 
 /// Device gives empty(sizes, dtype, like), forward_rows (mean and rstd undefined: not wanted) and

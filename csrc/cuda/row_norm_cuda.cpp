@@ -87,23 +87,20 @@ Rows rows_of(const Tensor& tensor, const Sizes& sizes) {
   return rows;
 }
 
-cuda::Source source_of(const Rows& rows, int columns, const Sizes& sizes) {
-  const int64_t element = rows.tensor.element_size(), chunk = columns * element;
-  const char* const begin = static_cast<const char*>(rows.layout.data);
-  int64_t last = 0;
-  bool exact = reinterpret_cast<uintptr_t>(begin) % chunk == 0 && sizes.cols % columns == 0;
-  for (int64_t d = 0; d < rows.tensor.dim(); ++d) {
-    last += (rows.tensor.size(d) - 1) * rows.tensor.stride(d);
-  }
-  for (int d = 0; d < rows.layout.dims; ++d) exact &= rows.layout.strides[d] * element % chunk == 0;
-  cuda::may_read(rows.tensor);
-  return {nullptr, begin, begin + (last + 1) * element, exact};
+/// Whether every row ends on a unit, and the first one starts on a chunk: of a contiguous tensor
+/// then all do.
+bool rows_are_exact(const Tensor& tensor, int columns, const Sizes& sizes) {
+  const int64_t chunk = columns * tensor.element_size();
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % chunk == 0 &&
+         sizes.cols % columns == 0;
 }
 
-bool rows_are_exact(const Tensor& contiguous, int columns, const Sizes& sizes) {
-  const int64_t chunk = columns * contiguous.element_size();
-  return reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % chunk == 0 &&
-         sizes.cols % columns == 0;
+cuda::Source source_of(const Rows& rows, int columns, const Sizes& sizes) {
+  bool exact = rows_are_exact(rows.tensor, columns, sizes);
+  for (int d = 0; d < rows.layout.dims; ++d) exact &= rows.layout.strides[d] % columns == 0;
+  cuda::may_read(rows.tensor);
+  const char* const begin = static_cast<const char*>(rows.layout.data);
+  return {nullptr, begin, begin + extent_bytes(rows.tensor), exact};
 }
 
 /// A weight or bias, copied only where it is not contiguous, does not start on 16 bytes (a slice of
@@ -127,6 +124,21 @@ void* writable(const Tensor& tensor) {
   if (!tensor.defined()) return nullptr;
   cuda::may_write(tensor);
   return tensor.data_ptr();
+}
+
+/// What the arguments of forward and backward have in common.
+template <class Args, class Plan>
+void set_common(const Norm& norm, const Sizes& sizes, const Plan& plan, const Affine& weight,
+                at::ScalarType acc_dtype, Args* args) {
+  args->weight = weight.parameter;
+  args->weight_offset = norm.weight_offset;
+  args->rows = sizes.rows;
+  args->cols = sizes.cols;
+  args->params = norm.params(acc_dtype);
+  args->round_x_hat = norm.llama();
+  args->threads_per_row = plan.threads_per_row;
+  args->rows_per_block = plan.rows_per_block;
+  args->cluster = plan.cluster;
 }
 
 // ---- Forward ----
@@ -153,24 +165,16 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   const Rows rows = rows_of(in.input, sizes);
   const Affine weight(in.weight, acc_dtype), bias(in.bias, acc_dtype);
   ForwardArgs args = {};
+  set_common(norm, sizes, plan, weight, acc_dtype, &args);
   args.input = rows.layout;
   args.source = source_of(rows, plan.columns, sizes);
   args.output = writable(output);
   args.output_exact = rows_are_exact(output, plan.columns, sizes);
   args.mean = writable(mean);
   args.rstd = writable(rstd);
-  args.weight = weight.parameter;
   args.bias = bias.parameter;
-  args.weight_offset = norm.weight_offset;
   args.has_offset = norm.weight_offset != 0;
-  args.rows = sizes.rows;
-  args.cols = sizes.cols;
-  args.params = norm.params(acc_dtype);
-  args.round_x_hat = norm.llama();
-  args.threads_per_row = plan.threads_per_row;
-  args.rows_per_block = plan.rows_per_block;
   args.units = plan.units;
-  args.cluster = plan.cluster;
   args.log2_threads = std::bit_width(static_cast<unsigned>(plan.threads_per_row)) - 1;
   args.log2_cluster = std::bit_width(static_cast<unsigned>(plan.cluster)) - 1;
   check_launch(norm, with_pair(in_dtype, out_dtype, [&](auto pair) {
@@ -194,8 +198,8 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   if (in.output_mask[1]) gradients[0] = empty(shape, checks::grad_weight_dtype(in), in.input);
   if (in.output_mask[2]) gradients[1] = empty(shape, checks::grad_bias_dtype(in), in.input);
   const int parameters = in.output_mask[1] + in.output_mask[2];
-  const bool any_row = sizes.rows > 0 && (in.output_mask[0] || parameters > 0);
-  if (sizes.cols == 0 || (parameters == 0 && !any_row)) {
+  const bool any_row = sizes.rows > 0;
+  if (sizes.cols == 0 || (parameters == 0 && !(any_row && in.output_mask[0]))) {
     return {grad_input, gradients[0], gradients[1]};
   }
 
@@ -221,6 +225,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   const Affine weight(in.weight, acc_dtype);
   BackwardArgs args = {};
   cuda::ReduceArgs reduce = {};
+  set_common(norm, sizes, plan, weight, acc_dtype, &args);
   if (any_row) {
     cuda::may_read(rstd);
     if (mean.defined()) cuda::may_read(mean);
@@ -231,8 +236,6 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
     args.mean = mean.defined() ? mean.const_data_ptr() : nullptr;
     args.rstd = rstd.const_data_ptr();
   }
-  args.weight = weight.parameter;
-  args.weight_offset = norm.weight_offset;
   args.grad_input = writable(grad_input);
   args.grad_input_exact = grad_input.defined() && rows_are_exact(grad_input, plan.columns, sizes);
   char* const memory = static_cast<char*>(workspace.data_ptr());
@@ -240,14 +243,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   args.grad_weight = in.output_mask[1];
   args.grad_bias = in.output_mask[2];
   args.row_sums = memory + partials * acc_size;
-  args.rows = sizes.rows;
-  args.cols = sizes.cols;
-  args.params = norm.params(acc_dtype);
-  args.round_x_hat = norm.llama();
-  args.threads_per_row = plan.threads_per_row;
-  args.rows_per_block = plan.rows_per_block;
   args.blocks_per_row = plan.blocks_per_row;
-  args.cluster = plan.cluster;
   args.stages = plan.stages;
   args.groups = plan.groups;
   reduce.partials = memory;

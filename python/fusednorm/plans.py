@@ -10,18 +10,21 @@ from fusednorm._load import _C
 
 _SMS = (108, 132, 148, 170)  # A100, H100 and H200, B200, RTX 5090
 
-_FORWARD = {
-    "kernel": "where a row stays between the passes over it",
-    "threads_per_row": "threads that share a row",
-    "rows_per_block": "rows of a block",
-    "threads": "threads of a block",
-    "cluster": "blocks that share a row",
+_MEMORY = {
     "units": "units of a thread",
     "unit_bytes": "bytes of a unit: one access",
     "shared_bytes": "shared memory of a block",
     "max_registers": "registers of a thread, at most",
     "blocks_per_sm": "blocks on an SM, at least",
     "bytes_in_flight": "bytes in flight on an SM",
+}
+_FORWARD = {
+    "kernel": "where a row stays between the passes over it",
+    "threads_per_row": "threads that share a row",
+    "rows_per_block": "rows of a block",
+    "threads": "threads of a block",
+    "cluster": "blocks that share a row",
+    **_MEMORY,
 }
 _BACKWARD = {
     "launches": "launches, apart from the sum of the groups",
@@ -32,12 +35,7 @@ _BACKWARD = {
     "groups": "groups of rows, summed apart",
     "blocks": "blocks of the grid",
     "stages": "rows of the ring: one worked on, the others on their way",
-    "units": "units of a thread",
-    "unit_bytes": "bytes of a unit: one access",
-    "shared_bytes": "shared memory of a block",
-    "max_registers": "registers of a thread, at most",
-    "blocks_per_sm": "blocks on an SM, at least",
-    "bytes_in_flight": "bytes in flight on an SM",
+    **_MEMORY,
     "partial_share": "partial sums, as a share of the rows' traffic",
 }
 

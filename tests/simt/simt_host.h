@@ -16,6 +16,7 @@
 
 #include "executor.h"
 #include "kernels/row_norm_launch.h"
+#include "tensor_rows.h"
 
 namespace fusednorm::cuda {
 
@@ -48,29 +49,25 @@ inline const Architecture& architecture_of(const at::Tensor&) {
 
 inline std::string error_text(int error) { return "error " + std::to_string(error); }
 
-/// From the tensor's first byte to its last, gaps between its rows included.
-inline size_t extent(const at::Tensor& tensor) {
-  int64_t last = 0;
-  if (tensor.numel() == 0) return 0;
-  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-  return static_cast<size_t>((last + 1) * tensor.element_size());
-}
-
 inline void may_read(const at::Tensor& tensor) {
-  simt::register_memory(tensor.const_data_ptr(), extent(tensor), false, "an argument");
+  simt::register_memory(tensor.const_data_ptr(), static_cast<size_t>(extent_bytes(tensor)), false,
+                        "an argument");
 }
 
 /// A result: every byte has to be written.
 inline void may_write(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
-  simt::register_memory(tensor.data_ptr(), extent(tensor), true, "a result");
-  DeviceGuard::written().emplace_back(tensor.const_data_ptr(), extent(tensor));
+  simt::register_memory(tensor.data_ptr(), static_cast<size_t>(extent_bytes(tensor)), true,
+                        "a result");
+  DeviceGuard::written().emplace_back(tensor.const_data_ptr(),
+                                      static_cast<size_t>(extent_bytes(tensor)));
 }
 
 /// Scratch memory: may be written, and read by a later launch.
 inline void may_use(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
-  simt::register_memory(tensor.data_ptr(), extent(tensor), true, "the workspace");
+  simt::register_memory(tensor.data_ptr(), static_cast<size_t>(extent_bytes(tensor)), true,
+                        "the workspace");
 }
 
 inline void launched() {
