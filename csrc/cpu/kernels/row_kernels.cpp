@@ -27,13 +27,13 @@ namespace {
 
 #define FN_STRING_(x) #x
 #define FN_STRING(x) FN_STRING_(x)
-#define FN_EACH_DTYPE(kernel, Statistics)                                                \
-  {                                                                                      \
-    kernel<Statistics, double>, kernel<Statistics, float>, kernel<Statistics, bfloat16>, \
-        kernel<Statistics, float16>                                                      \
+#define FN_EACH_DTYPE(kernel, Statistics)                                                       \
+  {                                                                                             \
+    kernel<Statistics, double>, kernel<Statistics, float>, kernel<Statistics, paired_bfloat16>, \
+        kernel<Statistics, float16>                                                             \
   }
 
-// For each instruction set 8 forward kernels, and 28 LayerNorm and 18 RMSNorm backward ones.
+// For each instruction set 8 forward kernels; 28 LayerNorm and 18 RMSNorm backward sweeps.
 extern const KernelTable kTable;
 const KernelTable kTable = {
     FN_STRING(FUSEDNORM_ISA),
@@ -41,8 +41,13 @@ const KernelTable kTable = {
     FN_EACH_DTYPE(forward, RmsNormStatistics),
     FN_EACH_DTYPE(backward, LayerNormStatistics),
     FN_EACH_DTYPE(backward, RmsNormStatistics),
-    {convert<double>, convert<float>},
-    {reduce<double>, reduce<float>},
+    FN_EACH_DTYPE(backward_terms, LayerNormStatistics),
+    FN_EACH_DTYPE(backward_terms, RmsNormStatistics),
+    FN_EACH_DTYPE(backward_columns, LayerNormStatistics),
+    FN_EACH_DTYPE(backward_columns, RmsNormStatistics),
+    {convert<double>, convert<float>, convert<paired_bfloat16>, convert<float16>},
+    {reduce<double>, reduce<float>, reduce<paired_bfloat16>, reduce<float16>},
+    {1, 1, kParameterStep<paired_bfloat16>, 1},
 };
 
 }  // namespace fusednorm::cpu::FUSEDNORM_ISA
