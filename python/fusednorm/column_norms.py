@@ -55,7 +55,7 @@ class _BatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, real, count, shift, mean, rstd = ctx.saved_tensors
-        x, g = input.to(rstd.dtype), grad_output.to(rstd.dtype)
+        x, g = input.to(rstd.dtype), grad_output.contiguous().to(rstd.dtype)
         if torch.is_grad_enabled():  # the backward is to be differentiated: statistics are functions of x
             count, shift, mean, variance = moments(x, real, ctx.group)
             rstd = (variance + ctx.eps).rsqrt()

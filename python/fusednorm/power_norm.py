@@ -16,7 +16,7 @@ from fusednorm._columns import (
     row_count,
     tame_padding,
 )
-from fusednorm._recomputation import Forwards, Seen, recomputing
+from fusednorm._recomputation import Run, Runs, recomputing
 
 __all__ = ["PowerNorm"]
 
@@ -36,12 +36,11 @@ class _PowerNormFunction(torch.autograd.Function):
         rstd: Tensor,
         count: Tensor,
         module: "PowerNorm",
-        seen: Seen,
+        run: Run,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, bias, real, rstd, count)
-        ctx.module, ctx.seen = module, seen
-        if seen.sequence < 0:
-            seen.sequence = ctx._sequence_nr()
+        ctx.module, ctx.run = module, run
+        run.sequence = ctx._sequence_nr()
         y = input.to(rstd.dtype) * (rstd if weight is None else rstd * weight)
         return (y if bias is None else y.add_(bias)).to(input.dtype)
 
@@ -54,7 +53,7 @@ class _PowerNormFunction(torch.autograd.Function):
             )
         input, weight, bias, real, rstd, count = ctx.saved_tensors
         x_hat = tame_padding(input.to(rstd.dtype) * rstd, real)
-        grad = grad_output.to(rstd.dtype)
+        grad = grad_output.contiguous().to(rstd.dtype)
         g = grad if weight is None else grad * weight
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -158,7 +157,7 @@ class PowerNorm(nn.Module):
         for name in ("running_mean_square", "running_projection"):
             self.register_buffer(name, torch.empty(num_features, device=device, dtype=wide))
         self.register_buffer("num_batches_tracked", torch.empty((), device=device, dtype=torch.long))
-        self._forwards = Forwards()
+        self._runs = Runs()
         self.reset_parameters()
 
     def reset_running_stats(self) -> None:
@@ -203,24 +202,23 @@ class PowerNorm(nn.Module):
                 check_count("PowerNorm", count, 1, shape, True)
             mean_square = real_only(x, real).square().sum(0) / count
         if recomputing():
-            seen = self._forwards.find(mean_square, "PowerNorm")
+            run = self._runs.again(mean_square, "PowerNorm")
         else:
-            seen = self._track_forward(mean_square)
-        rstd = (seen.used + self.eps).rsqrt()
-        arguments = (rows, self.weight, self.bias, real, rstd, count, self, seen)
+            run = self._runs.first(mean_square, self._track_forward(mean_square))
+        rstd = (run.used + self.eps).rsqrt()
+        arguments = (rows, self.weight, self.bias, real, rstd, count, self, run)
         return _PowerNormFunction.apply(*arguments)  # type: ignore[no-any-return]
 
-    def _track_forward(self, mean_square: Tensor) -> Seen:
-        """Takes a batch into psi squared; what it is normalized by comes back."""
-        has_graph = torch.is_grad_enabled()
-        with torch.no_grad():
-            running = self.running_mean_square.to(mean_square.dtype)
-            step = self.num_batches_tracked.add_(1).to(mean_square.dtype)
-            warming_up = step <= self.warmup_iters  # on the device: reading the step would wait for it
-            used = torch.where(warming_up, mean_square, running)
-            factor = torch.where(warming_up, step.reciprocal(), 1 - self.alpha_fwd)
-            self.running_mean_square.copy_(torch.lerp(running, mean_square, factor))
-        return self._forwards.add(Seen(mean_square, used, has_graph))
+    @torch.no_grad()
+    def _track_forward(self, mean_square: Tensor) -> Tensor:
+        """Takes a batch into psi squared; what it is to be normalized by comes back."""
+        running = self.running_mean_square.to(mean_square.dtype)
+        step = self.num_batches_tracked.add_(1).to(mean_square.dtype)
+        warming_up = step <= self.warmup_iters  # on the device: reading the step would wait for it
+        used = torch.where(warming_up, mean_square, running)
+        factor = torch.where(warming_up, step.reciprocal(), 1 - self.alpha_fwd)
+        self.running_mean_square.copy_(torch.lerp(running, mean_square, factor))
+        return used
 
     def _track_backward(self, mean_x_hat_square: Tensor, mean_g_x_hat: Tensor) -> None:
         """Takes a batch's gradient into nu."""
