@@ -1,7 +1,7 @@
 """What the norms over columns share: checks, and statistics of rows ``[rows, features]`` under a mask."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,30 +103,40 @@ def all_reduce(tensor: Tensor, group: Any) -> Tensor:
     return functional.all_reduce(tensor, group=group)  # type: ignore
 
 
-def moments(x: Tensor, real: Tensor | None, group: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Number of real rows, their mean in two parts ``shift + mean``, and their biased variance.
+class Moments(NamedTuple):
+    """Statistics of rows; ``shift + mean`` is their mean, in two parts."""
+
+    number: Tensor  # of real rows
+    shift: Tensor
+    mean: Tensor
+    variance: Tensor  # biased
+    centred: Tensor  # all rows minus their mean
+
+
+def moments(x: Tensor, real: Tensor | None, group: Any) -> Moments:
+    """Statistics of the real rows, of all processes of ``group``.
 
     The first mean, as rounded, is subtracted from the rows, and what is left is measured: far from 0 the
     rounding of one number would be an error of every row. Derivatives pass through the second part alone.
     """
     count = row_count(x, real)
     divisor = count.clamp_min(1)  # a process may hold nothing but padding
-    x = real_only(x, real)
-    shift = (x.sum(0) / divisor).detach()
-    rest = x - shift
+    data = real_only(x, real)
+    shift = (data.sum(0) / divisor).detach()
+    rest = data - shift
     if real is not None:
         rest.mul_(real.to(x.dtype))
     mean = rest.sum(0) / divisor
     squares = real_sum(rest.sub_(mean).square(), real)
-    if group is None:
-        return count, shift, mean, squares / divisor
-    # Chan, Golub and LeVeque 1983: the parts merge without ever taking a difference of large squares.
-    parts = _Gather.apply(torch.stack([count.expand_as(mean), shift, mean, squares]), group)
-    counts, shifts, means, squares = parts.unbind(1)
-    count = counts.sum(0)
-    divisor = count.clamp_min(1)
-    shift = ((counts * shifts).sum(0) / divisor).detach()
-    means = (shifts - shift) + means
-    mean = (counts * means).sum(0) / divisor
-    variance = (squares + counts * (means - mean).square()).sum(0) / divisor
-    return count[0], shift, mean, variance
+    if group is not None:
+        # Chan, Golub and LeVeque 1983: parts merge without ever taking a difference of large squares.
+        parts = _Gather.apply(torch.stack([count.expand_as(mean), shift, mean, squares]), group)
+        counts, shifts, means, parts_squares = parts.unbind(1)
+        count = counts.sum(0)[0]
+        divisor = count.clamp_min(1)
+        shift = ((counts * shifts).sum(0) / divisor).detach()
+        means = (shifts - shift) + means
+        mean = (counts * means).sum(0) / divisor
+        squares = (parts_squares + counts * (means - mean).square()).sum(0)
+    centred = rest if real is None and group is None else (x - shift).sub_(mean)
+    return Moments(count, shift, mean, squares / divisor, centred)

@@ -41,41 +41,46 @@ class _BatchNormFunction(torch.autograd.Function):
         group: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = input.to(accumulation_type(input.dtype))
-        count, shift, mean, variance = moments(x, real, group)
+        count, shift, mean, variance, centred = moments(x, real, group)
         rstd = (variance + eps).rsqrt()
-        y = (x - shift).sub_(mean).mul_(rstd if weight is None else rstd * weight)
-        if bias is not None:
-            y.add_(bias)
+        scale = rstd if weight is None else rstd * weight.to(x.dtype)
+        y = centred * scale if bias is None else torch.addcmul(bias.to(x.dtype), centred, scale)
+        if y.dtype != input.dtype:  # compiled by torch 2.11, a conversion to its own dtype cuts the gradient
+            y = y.to(input.dtype)
         ctx.save_for_backward(input, weight, bias, real, count, shift, mean, rstd)
         ctx.eps, ctx.group = eps, group
         statistics = (count, shift + mean, variance)
         ctx.mark_non_differentiable(*statistics)
-        return y.to(input.dtype), *statistics
+        return y, *statistics
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, real, count, shift, mean, rstd = ctx.saved_tensors
         x, g = input.to(rstd.dtype), grad_output.contiguous().to(rstd.dtype)
         if torch.is_grad_enabled():  # the backward is to be differentiated: statistics are functions of x
-            count, shift, mean, variance = moments(x, real, ctx.group)
-            rstd = (variance + ctx.eps).rsqrt()
-        x_hat = tame_padding((x - shift).sub_(mean).mul_(rstd), real)
+            again = moments(x, real, ctx.group)
+            rstd = (again.variance + ctx.eps).rsqrt()
+            x_hat = again.centred * rstd
+        else:
+            x_hat = (x - shift).sub_(mean).mul_(rstd)
+        x_hat = tame_padding(x_hat, real)
         g_x_hat = g * x_hat
         grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            sums = torch.stack([real_sum(g, real), real_sum(g_x_hat, real)])
-            if ctx.group is not None:
-                sums = all_reduce(sums, ctx.group)
-            means = sums / count
-            through_statistics = torch.addcmul(means[0], x_hat, means[1])
-            if real is not None:
-                through_statistics.mul_(real.to(x.dtype))
-            scale = rstd if weight is None else rstd * weight
-            grad_input = (g - through_statistics).mul_(scale).to(input.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = g_x_hat.sum(0).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(0).to(bias.dtype)
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([real_sum(g, real), real_sum(g_x_hat, real)])
+            del g_x_hat  # the next takes its memory
+            if ctx.group is not None:
+                sums = all_reduce(sums, ctx.group)
+            means = sums / -count
+            through_statistics = torch.addcmul(means[0], x_hat, means[1])
+            if real is not None:
+                through_statistics.mul_(real.to(x.dtype))
+            scale = rstd if weight is None else rstd * weight
+            grad_input = through_statistics.add_(g).mul_(scale).to(input.dtype)
         return grad_input, grad_weight, grad_bias, None, None, None
 
 

@@ -52,20 +52,25 @@ class _PowerNormFunction(torch.autograd.Function):
                 "remembers earlier batches, no function of the input; got a backward with create_graph=True"
             )
         input, weight, bias, real, rstd, count = ctx.saved_tensors
+        module = ctx.module
         x_hat = tame_padding(input.to(rstd.dtype) * rstd, real)
         grad = grad_output.contiguous().to(rstd.dtype)
-        g = grad if weight is None else grad * weight
+        grad_x_hat = grad * x_hat
         grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            projection = ctx.module.running_projection.to(rstd.dtype) * x_hat
-            if real is not None:
-                projection.mul_(real.to(rstd.dtype))  # padding is in no statistic
-            grad_input = (g - projection).mul_(rstd).to(input.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad * x_hat).sum(0).to(weight.dtype)
+            grad_weight = grad_x_hat.sum(0).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0).to(bias.dtype)
-        ctx.module._track_backward(real_sum(x_hat.square(), real) / count, real_sum(g * x_hat, real) / count)
+        mean_g_x_hat = real_sum(grad_x_hat, real) / count
+        if weight is not None:
+            mean_g_x_hat *= weight
+        del grad_x_hat  # the next takes its memory
+        if ctx.needs_input_grad[0]:
+            dx = x_hat * (-rstd * module.running_projection.to(rstd.dtype))
+            if real is not None:
+                dx.mul_(real.to(rstd.dtype))  # padding is in no statistic
+            grad_input = dx.addcmul_(grad, rstd if weight is None else rstd * weight).to(input.dtype)
+        module._track_backward(real_sum(x_hat.square_(), real) / count, mean_g_x_hat)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
