@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import socket
+import warnings
 from typing import Any
 
 import pytest
@@ -250,9 +251,10 @@ def test_strides_and_inputs_kept() -> None:
         leaf, packed = x.requires_grad_(), x.detach().clone().contiguous().requires_grad_()
         y, want = module(leaf), module(packed)
         for g in (torch.ones(()).expand(y.shape), torch.randn(y.shape).mT.contiguous().mT):
+            g_before = g.clone()
             a = torch.autograd.grad(y, leaf, g, retain_graph=True)[0]
             b = torch.autograd.grad(want, packed, g.contiguous(), retain_graph=True)[0]
-            assert torch.equal(a, b)
+            assert torch.equal(a, b) and torch.equal(g, g_before)
         assert torch.equal(y, want) and torch.equal(x, before) and y.is_contiguous()
 
 
@@ -383,6 +385,7 @@ def _whole(masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
 def _synchronised(rank: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    warnings.simplefilter("error", FutureWarning)  # a deprecated collective
     dist.init_process_group("gloo", rank=rank, world_size=2)
     for sizes in SPLITS.values():
         for masked in (False, True):
@@ -426,6 +429,10 @@ def _synchronised(rank: int, port: int) -> None:
     x = torch.randn(4000, 3) + 1e4 + torch.arange(4000).unsqueeze(1) * 1e-3
     y = fusednorm.BatchNorm(3, sync=True)(x[2000 * rank :][:2000])
     assert _column_ulps(y, reference.batch_norm(x)[0][2000 * rank :][:2000]) <= 8
+    module, part = fusednorm.BatchNorm(3, sync=True), x[2000 * rank :][:7].requires_grad_()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    grads = [torch.autograd.grad(call(part).square()[:, 0].sum(), part)[0] for call in (module, compiled)]
+    torch.testing.assert_close(*grads)
     group = dist.new_group([rank], use_local_synchronization=True)
     alone = fusednorm.BatchNorm(3, sync=True, process_group=group)
     assert torch.equal(alone(x[:9]), fusednorm.BatchNorm(3)(x[:9]))

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -318,11 +319,14 @@ def test_meta_device_and_dtypes() -> None:
     module.reset_parameters()
     assert module.weight.tolist() == [1.0] * 5 and module.weight.dtype == torch.bfloat16
     assert module.running_mean_square.dtype == torch.float32 and module.num_batches_tracked == 0
-    for dtype in DTYPES:
+    for dtype, parameters in itertools.product(DTYPES, DTYPES):
+        module = _module(5, dtype=parameters)
         x = torch.randn(8, 5).to(dtype).requires_grad_()
         y = module(x)
         y.sum().backward()
-        assert y.dtype == dtype and x.grad.dtype == dtype and module.bias.grad.dtype == torch.bfloat16
+        assert y.dtype == dtype and x.grad.dtype == dtype and module.bias.grad.dtype == parameters
+        want = _reference(module).forward(x.detach(), module.weight, module.bias)[0]
+        assert _column_ulps(y, want) <= (0.51 if dtype in HALVES else 32)
     half = fusednorm.PowerNorm(5).half()
     half(torch.randn(8, 5).half()).sum().backward()
     assert half.running_mean_square.dtype == torch.float16

@@ -81,8 +81,28 @@ def tame_padding(x_hat: Tensor, real: Tensor | None) -> Tensor:
     return x_hat if real is None else torch.where(real, x_hat, x_hat.nan_to_num(0.0, 0.0, 0.0))
 
 
+class _AllReduce(torch.autograd.Function):
+    """The sum over all processes, in all of them. Its own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad_output, ctx.group), None
+
+
+def all_reduce(tensor: Tensor, group: Any) -> Tensor:
+    """The sum over all processes of ``group``; differentiable any number of times."""
+    return _AllReduce.apply(tensor, group)  # type: ignore[no-any-return]
+
+
 class _Gather(torch.autograd.Function):
-    """Every process's tensor, stacked in the order of ranks. Differentiable any number of times."""
+    """Every process's tensor, stacked in the order of ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -93,14 +113,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        rank = torch.distributed.get_rank(ctx.group)
-        return all_reduce(grad_output, ctx.group)[rank], None
-
-
-def all_reduce(tensor: Tensor, group: Any) -> Tensor:
-    from torch.distributed.nn import functional  # on demand: not every torch has torch.distributed
-
-    return functional.all_reduce(tensor, group=group)  # type: ignore
+        return all_reduce(grad_output, ctx.group)[torch.distributed.get_rank(ctx.group)], None
 
 
 class Moments(NamedTuple):

@@ -95,7 +95,8 @@ class BatchNorm(nn.BatchNorm1d):
 
     With a mask, statistics and running averages are those of the real positions alone. Padded positions are
     normalized by them too, as constants: their gradient reaches their own input, weight and bias, as in
-    evaluation, and no other position. A loss that leaves padding out has none there.
+    evaluation, and no other position. A loss that leaves padding out has none there; what stands in padding,
+    NaN included, then reaches nothing.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as in ``nn.BatchNorm1d``.

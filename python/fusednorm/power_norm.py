@@ -218,10 +218,10 @@ class PowerNorm(nn.Module):
     def _track_forward(self, mean_square: Tensor) -> Tensor:
         """Takes a batch into psi squared; what it is to be normalized by comes back."""
         running = self.running_mean_square.to(mean_square.dtype)
-        step = self.num_batches_tracked.add_(1).to(mean_square.dtype)
+        step = self.num_batches_tracked.add_(1)
         warming_up = step <= self.warmup_iters  # on the device: reading the step would wait for it
         used = torch.where(warming_up, mean_square, running)
-        factor = torch.where(warming_up, step.reciprocal(), 1 - self.alpha_fwd)
+        factor = torch.where(warming_up, 1 / step.to(running.dtype), 1 - self.alpha_fwd)
         self.running_mean_square.copy_(torch.lerp(running, mean_square, factor))
         return used
 
