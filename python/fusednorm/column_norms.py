@@ -114,7 +114,7 @@ class BatchNorm(nn.BatchNorm1d):
             channel or a mask of padding only. To see that, a call with a mask or sync waits for a GPU.
 
     Zero rows pass and leave the running averages alone. Under ``torch.utils.checkpoint`` a recomputation does
-    not count twice (inside ``torch.compile`` it does, as torch's own).
+    not count twice (but a compiled module inside a checkpoint does, as torch's own).
     """
 
     # The defaults of a module that became ours by its class.
