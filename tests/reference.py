@@ -77,3 +77,79 @@ def ulps(actual: Tensor, expected: Tensor, normalized_dims: int = 1) -> float:
     largest = torch.where(expected.isfinite(), expected, 0.0).abs().amax(dims, keepdim=True)
     ulp = largest.clamp_min(torch.finfo(dtype).tiny).log2().floor().exp2() * unit(dtype)
     return float(torch.where(error.isnan(), torch.inf, error / ulp).max())
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """BatchNorm in float64 over all but the last dimension; also the mean and the unbiased variance.
+
+    Statistics are those of the positions that ``mask`` has; the others are normalized by them as constants.
+    """
+    x = x.double()
+    real = x.flatten(0, -2) if mask is None else x[mask]
+    mean = real.mean(0)
+    d = real - mean
+    mean = mean + d.mean(0)  # see layer_norm
+    variance = (real - mean).square().sum(0) / real.shape[0]
+    rstd = (variance + eps).rsqrt()
+    x_hat = (x - mean) * rstd
+    if mask is not None:
+        x_hat = torch.where(mask.unsqueeze(-1), x_hat, (x - mean.detach()) * rstd.detach())
+    unbiased = variance * (real.shape[0] / (real.shape[0] - 1))
+    return _affine(x_hat, weight, bias, 0.0), mean, unbiased
+
+
+class PowerNorm:
+    """PowerNorm's recurrences in float64, step by step: ``forward`` gives a step, ``backward`` takes it."""
+
+    def __init__(self, features: int, eps: float, a_forward: float, a_backward: float, warmup: int) -> None:
+        self.psi_square, self.nu = torch.ones(features).double(), torch.zeros(features).double()
+        self.eps, self.a_forward, self.a_backward, self.warmup, self.steps = (
+            eps,
+            a_forward,
+            a_backward,
+            warmup,
+            0,
+        )
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the psi squared that made it."""
+        real = x.double()[mask if mask is not None else torch.ones(x.shape[:-1], dtype=torch.bool)]
+        square = real.square().mean(0)
+        self.steps += 1
+        if self.steps <= self.warmup:
+            used = square
+            self.psi_square = self.psi_square + (square - self.psi_square) / self.steps
+        else:
+            used = self.psi_square
+            self.psi_square = self.a_forward * self.psi_square + (1 - self.a_forward) * square
+        return self.evaluate(x, weight, bias, used), used
+
+    def evaluate(self, x: Tensor, weight: Tensor, bias: Tensor, psi_square: Tensor | None = None) -> Tensor:
+        psi_square = self.psi_square if psi_square is None else psi_square
+        return x.double() / (psi_square + self.eps).sqrt() * weight.double() + bias.double()
+
+    def backward(
+        self, x: Tensor, weight: Tensor, used: Tensor, grad: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of input, weight and bias for a forward that used that psi squared."""
+        real = mask if mask is not None else torch.ones(x.shape[:-1], dtype=torch.bool)
+        root = (used + self.eps).sqrt()
+        x_hat, grad = x.double() / root, grad.double()
+        g = grad * weight.double()
+        grad_input = (g - self.nu * x_hat * real.unsqueeze(-1)) / root
+        step = 1 - self.a_backward
+        self.nu = self.nu * (1 - step * x_hat[real].square().mean(0)) + step * (g * x_hat)[real].mean(0)
+        return grad_input, (grad * x_hat).flatten(0, -2).sum(0), grad.flatten(0, -2).sum(0)
+
+
+def group_scaling(x: Tensor, groups: int, eps: float) -> Tensor:
+    """Features in groups, each over the root of its mean square plus eps."""
+    return rms_norm(x.unflatten(-1, (groups, -1)), eps=eps).flatten(-2)

@@ -9,14 +9,20 @@ from types import ModuleType
 from fusednorm import _load as _load  # first: loads the library, or says why it cannot
 from fusednorm import functional
 from fusednorm._load import build_info, cmake_prefix_path, library_path
+from fusednorm.adaptive_norm import AdaptiveNorm
+from fusednorm.column_norms import BatchNorm
 from fusednorm.decompositions import decompositions
 from fusednorm.modules import LayerNorm, RMSNorm
 from fusednorm.plans import explain
+from fusednorm.power_norm import PowerNorm
 
 __version__: str = _load.VERSION
 
 __all__ = [
+    "AdaptiveNorm",
+    "BatchNorm",
     "LayerNorm",
+    "PowerNorm",
     "RMSNorm",
     "build_info",
     "cmake_prefix_path",
