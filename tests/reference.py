@@ -4,6 +4,8 @@
 ``csrc/row_norm.h``, and are differentiable by torch's own autograd. ``ulps`` measures an error.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -77,3 +79,26 @@ def ulps(actual: Tensor, expected: Tensor, normalized_dims: int = 1) -> float:
     largest = torch.where(expected.isfinite(), expected, 0.0).abs().amax(dims, keepdim=True)
     ulp = largest.clamp_min(torch.finfo(dtype).tiny).log2().floor().exp2() * unit(dtype)
     return float(torch.where(error.isnan(), torch.inf, error / ulp).max())
+
+
+def residual(
+    x: Tensor,
+    sublayer: Callable[[Tensor], Tensor],
+    placement: str,
+    norm: Callable[[Tensor], Tensor],
+    norm2: Callable[[Tensor], Tensor] | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
+    """One sublayer and its residual in float64, as defined; ``norm`` and ``norm2`` are float64 formulas."""
+    x = x.double()
+    if placement == "pre":
+        return x + sublayer(norm(x))
+    if placement == "sandwich":
+        assert norm2 is not None
+        return x + norm2(sublayer(norm(x)))
+    return norm(alpha * x + sublayer(x))
+
+
+def warm_norm(x: Tensor, progress: float, norm: Callable[[Tensor], Tensor]) -> Tensor:
+    """A norm ``progress`` (0 to 1) of the way through its warm-up by lambda, in float64."""
+    return progress * norm(x) + (1 - progress) * x.double()

@@ -10,17 +10,25 @@ from fusednorm import _load as _load  # first: loads the library, or says why it
 from fusednorm import functional
 from fusednorm._load import build_info, cmake_prefix_path, library_path
 from fusednorm.decompositions import decompositions
+from fusednorm.deepnorm import deepnorm_init
 from fusednorm.modules import LayerNorm, RMSNorm
+from fusednorm.placement import Residual
 from fusednorm.plans import explain
+from fusednorm.stack import ResidualStack
+from fusednorm.warmup import NormWarmup
 
 __version__: str = _load.VERSION
 
 __all__ = [
     "LayerNorm",
+    "NormWarmup",
     "RMSNorm",
+    "Residual",
+    "ResidualStack",
     "build_info",
     "cmake_prefix_path",
     "decompositions",
+    "deepnorm_init",
     "explain",
     "functional",
     "library_path",
