@@ -87,8 +87,7 @@ class LayerNorm(nn.LayerNorm):
         if self.elementwise_affine:
             nn.init.constant_(self.weight, self.init_gain - self.weight_offset)
 
-    def scaled_eps(self) -> float:
-        """The eps that stands for ``eps`` and ``input_scale`` together."""
+    def _scaled_eps(self) -> float:
         if self.input_scale == 1.0:
             return self.eps
         return self.eps / (self.input_scale if self.eps_outside else self.input_scale**2)
@@ -100,7 +99,7 @@ class LayerNorm(nn.LayerNorm):
             self.normalized_shape,
             self.weight,
             self.bias,
-            self.scaled_eps(),
+            self._scaled_eps(),
             weight_offset=self.weight_offset,
             eps_outside=self.eps_outside,
             unbiased=self.unbiased,
@@ -171,11 +170,10 @@ class RMSNorm(nn.RMSNorm):
         if self.elementwise_affine:
             nn.init.constant_(self.weight, self.init_gain - self.weight_offset)
 
-    def scaled_eps(self, dtype: torch.dtype) -> float | None:
-        """The eps that stands for ``eps`` and ``input_scale`` together where ``dtype`` is normalized."""
+    def _scaled_eps(self, rows: Tensor) -> float | None:
         if self.input_scale == 1.0:
             return self.eps
-        eps = _MACHINE_EPSILON.get(dtype, 2.0**-23) if self.eps is None else self.eps
+        eps = _MACHINE_EPSILON.get(rows.dtype, 2.0**-23) if self.eps is None else self.eps
         return eps / self.input_scale**2
 
     def forward(self, input: Tensor) -> Tensor:
@@ -184,7 +182,7 @@ class RMSNorm(nn.RMSNorm):
             input,
             self.normalized_shape,
             self.weight,
-            self.scaled_eps(input.dtype),
+            self._scaled_eps(input),
             weight_offset=self.weight_offset,
             casting_mode=self.casting_mode,
         )
