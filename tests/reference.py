@@ -4,6 +4,8 @@
 ``csrc/row_norm.h``, and are differentiable by torch's own autograd. ``ulps`` measures an error.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -153,3 +155,26 @@ class PowerNorm:
 def group_scaling(x: Tensor, groups: int, eps: float) -> Tensor:
     """Features in groups, each over the root of its mean square plus eps."""
     return rms_norm(x.unflatten(-1, (groups, -1)), eps=eps).flatten(-2)
+
+
+def residual(
+    x: Tensor,
+    sublayer: Callable[[Tensor], Tensor],
+    placement: str,
+    norm: Callable[[Tensor], Tensor],
+    norm2: Callable[[Tensor], Tensor] | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
+    """One sublayer and its residual in float64, as defined; ``norm`` and ``norm2`` are float64 formulas."""
+    x = x.double()
+    if placement == "pre":
+        return x + sublayer(norm(x))
+    if placement == "sandwich":
+        assert norm2 is not None
+        return x + norm2(sublayer(norm(x)))
+    return norm(alpha * x + sublayer(x))
+
+
+def warm_norm(x: Tensor, progress: float, norm: Callable[[Tensor], Tensor]) -> Tensor:
+    """A norm ``progress`` (0 to 1) of the way through its warm-up by lambda, in float64."""
+    return progress * norm(x) + (1 - progress) * x.double()

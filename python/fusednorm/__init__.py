@@ -12,9 +12,13 @@ from fusednorm._load import build_info, cmake_prefix_path, library_path
 from fusednorm.adaptive_norm import AdaptiveNorm
 from fusednorm.column_norms import BatchNorm
 from fusednorm.decompositions import decompositions
+from fusednorm.deepnorm import deepnorm_init
 from fusednorm.modules import LayerNorm, RMSNorm
+from fusednorm.placement import Residual
 from fusednorm.plans import explain
 from fusednorm.power_norm import PowerNorm
+from fusednorm.stack import ResidualStack
+from fusednorm.warmup import NormWarmup
 
 __version__: str = _load.VERSION
 
@@ -22,11 +26,15 @@ __all__ = [
     "AdaptiveNorm",
     "BatchNorm",
     "LayerNorm",
+    "NormWarmup",
     "PowerNorm",
     "RMSNorm",
+    "Residual",
+    "ResidualStack",
     "build_info",
     "cmake_prefix_path",
     "decompositions",
+    "deepnorm_init",
     "explain",
     "functional",
     "library_path",
