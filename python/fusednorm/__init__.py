@@ -9,6 +9,7 @@ from types import ModuleType
 from fusednorm import _load as _load  # first: loads the library, or says why it cannot
 from fusednorm import functional
 from fusednorm._load import build_info, cmake_prefix_path, library_path
+from fusednorm.add_modules import AddLayerNorm, AddRMSNorm
 from fusednorm.decompositions import decompositions
 from fusednorm.modules import LayerNorm, RMSNorm
 from fusednorm.plans import explain
@@ -16,6 +17,8 @@ from fusednorm.plans import explain
 __version__: str = _load.VERSION
 
 __all__ = [
+    "AddLayerNorm",
+    "AddRMSNorm",
     "LayerNorm",
     "RMSNorm",
     "build_info",

@@ -21,6 +21,7 @@ namespace {
 #include "forward.h"
 #include "backward.h"
 #include "parameters.h"
+#include "residual.h"
 // clang-format on
 
 }  // namespace
@@ -33,7 +34,8 @@ namespace {
         kernel<Statistics, float16>                                                      \
   }
 
-// For each instruction set 8 forward kernels, and 28 LayerNorm and 18 RMSNorm backward ones.
+// For each instruction set 8 forward kernels, 28 LayerNorm and 18 RMSNorm backward ones, and 16 of
+// each step of the residual add.
 extern const KernelTable kTable;
 const KernelTable kTable = {
     FN_STRING(FUSEDNORM_ISA),
@@ -43,6 +45,8 @@ const KernelTable kTable = {
     FN_EACH_DTYPE(backward, RmsNormStatistics),
     {convert<double>, convert<float>},
     {reduce<double>, reduce<float>},
+    add_rows,
+    split_rows,
 };
 
 }  // namespace fusednorm::cpu::FUSEDNORM_ISA

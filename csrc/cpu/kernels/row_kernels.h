@@ -37,6 +37,29 @@ struct BackwardArgs {
   DType round_x_hat = DType::kFloat64;  // for grad_weight only
 };
 
+/// residual_out = alpha * residual + input: one fused multiply-add in the wider accumulation type,
+/// rounded once to the residual's dtype. residual_out may be the residual.
+struct AddArgs {
+  RowLayout input, residual;
+  void* residual_out = nullptr;
+  RowLayout residual_out_rows;  // where its rows lie; its own data is not read
+  DType input_dtype = DType::kFloat32, residual_dtype = DType::kFloat32;
+  int64_t cols = 0;
+  double alpha = 1;
+};
+
+/// g = gradient + grad_residual_out, in the wider accumulation type; then grad_input = g and
+/// grad_residual = alpha * g, each rounded once.
+struct SplitArgs {
+  const void* gradient = nullptr;  // contiguous, of the wider accumulation type
+  RowLayout grad_residual_out;     // of the residual's dtype; data null: 0
+  void* grad_input = nullptr;      // contiguous, of the input's dtype; null: not wanted
+  void* grad_residual = nullptr;   // contiguous, of the residual's dtype; null: not wanted
+  DType input_dtype = DType::kFloat32, residual_dtype = DType::kFloat32;
+  int64_t cols = 0;
+  double alpha = 1;
+};
+
 /// Normalizes rows [row_begin, row_end).
 using ForwardKernel = void (*)(const ForwardArgs&, int64_t row_begin, int64_t row_end);
 
@@ -53,6 +76,9 @@ using ConvertKernel = void (*)(DType from, const void* in, double offset, void* 
 using ReduceKernel = void (*)(const void* partials, int64_t count, int64_t stride, DType to,
                               void* out, int64_t col_begin, int64_t col_end);
 
+using AddKernel = void (*)(const AddArgs&, int64_t row_begin, int64_t row_end);
+using SplitKernel = void (*)(const SplitArgs&, int64_t row_begin, int64_t row_end);
+
 struct KernelTable {
   const char* name;
   ForwardKernel layer_norm_forward[kNumDTypes];
@@ -61,6 +87,8 @@ struct KernelTable {
   BackwardKernel rms_norm_backward[kNumDTypes];
   ConvertKernel convert[2];  // to fp64, to fp32
   ReduceKernel reduce[2];    // from fp64, from fp32
+  AddKernel add;
+  SplitKernel split;
 };
 
 constexpr int kMaxTables = 4;
