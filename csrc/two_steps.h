@@ -13,7 +13,8 @@ namespace fusednorm {
 ///   add(in, residual_out): the sum alone
 ///   backward_rows_wide(norm, in): backward_rows with a grad_output in the wider accumulation type,
 ///     and grad_input not rounded from that
-///   split(gradient, grad_residual_out or nothing, alpha, grad_input, grad_residual): their sum in
+///   split(gradient, normalized_dims, grad_residual_out, alpha, grad_input, grad_residual): their
+///   sum in
 ///     the dtype of `gradient` (the wider accumulation type), and alpha times it, rounded once each
 ///     to what is wanted (defined)
 template <class Device>
@@ -31,7 +32,7 @@ struct TwoSteps {
     if (output.scalar_type() == at::kDouble) {
       output.copy_(wide);  // exact
     } else {
-      Device::split(wide, {}, 1, output, Tensor());
+      Device::split(wide, in.normalized_shape.size(), {}, 1, output, Tensor());
     }
   }
 
@@ -61,7 +62,8 @@ struct TwoSteps {
     if (in.output_mask[0]) grad_input = Device::empty(sum.sizes(), in.input_dtype, sum);
     if (in.output_mask[1]) grad_residual = Device::empty(sum.sizes(), dtype, sum);
     if (in.wants_sum()) {
-      Device::split(sum, in.grad_residual_out, in.alpha, grad_input, grad_residual);
+      Device::split(sum, in.normalized_shape.size(), in.grad_residual_out, in.alpha, grad_input,
+                    grad_residual);
     }
     return {std::move(grad_input), std::move(grad_residual), std::move(grad_weight),
             std::move(grad_bias)};

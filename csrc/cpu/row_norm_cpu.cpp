@@ -232,9 +232,9 @@ void add(const AddInputs& in, const Tensor& residual_out) {
   if (!in_rows) residual_out.copy_(target);
 }
 
-void split(const Tensor& gradient, const OptionalTensor& grad_residual_out, double alpha,
-           const Tensor& grad_input, const Tensor& grad_residual) {
-  const Sizes sizes = sizes_of(gradient, 1);
+void split(const Tensor& gradient, size_t normalized_dims, const OptionalTensor& grad_residual_out,
+           double alpha, const Tensor& grad_input, const Tensor& grad_residual) {
+  const Sizes sizes = sizes_of(gradient, normalized_dims);
   std::optional<Rows> other;
   cpu::SplitArgs args;
   args.gradient = gradient.const_data_ptr();

@@ -278,7 +278,7 @@ void add(const AddInputs& in, const Tensor& residual_out) {
   residual_out.copy_(at::add(in.input.to(acc_dtype), in.residual.to(acc_dtype), in.alpha));
 }
 
-void split(const Tensor& gradient, const OptionalTensor& grad_residual_out, double alpha,
+void split(const Tensor& gradient, size_t, const OptionalTensor& grad_residual_out, double alpha,
            const Tensor& grad_input, const Tensor& grad_residual) {
   const bool adds = grad_residual_out.has_value() && grad_residual_out->defined();
   const Tensor sum = adds ? gradient + *grad_residual_out : gradient;
