@@ -13,10 +13,9 @@ namespace fusednorm {
 ///   add(in, residual_out): the sum alone
 ///   backward_rows_wide(norm, in): backward_rows with a grad_output in the wider accumulation type,
 ///     and grad_input not rounded from that
-///   split(gradient, normalized_dims, grad_residual_out, alpha, grad_input, grad_residual): their
-///   sum in
-///     the dtype of `gradient` (the wider accumulation type), and alpha times it, rounded once each
-///     to what is wanted (defined)
+///   split(gradient, normalized_dims, grad_residual_out, alpha, grad_input, grad_residual): in the
+///     dtype of `gradient`, the wider accumulation type, g = gradient + grad_residual_out (absent:
+///     0); grad_input = g and grad_residual = alpha * g where they are wanted, each rounded once
 template <class Device>
 struct TwoSteps {
   static void forward(const Norm& norm, const AddInputs& in, const Tensor& output,

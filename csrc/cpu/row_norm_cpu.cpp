@@ -212,10 +212,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
 
 void add(const AddInputs& in, const Tensor& residual_out) {
   const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
-  const Rows input(in.input, sizes), residual(in.residual, sizes);
   cpu::AddArgs args;
-  args.input = input.layout;
-  args.residual = residual.layout;
   // A residual that is updated in place may lie in ways that no row kernel writes to.
   const bool in_rows = rows_are_contiguous(residual_out, sizes.leading_dims) &&
                        collapse(residual_out, sizes.leading_dims, &args.residual_out_rows);
@@ -223,6 +220,9 @@ void add(const AddInputs& in, const Tensor& residual_out) {
       in_rows ? residual_out : empty(in.input.sizes(), residual_out.scalar_type());
   if (!in_rows) collapse(target, sizes.leading_dims, &args.residual_out_rows);
   args.residual_out = target.data_ptr();
+  const Rows input(in.input, sizes), residual(in.residual, sizes);
+  args.input = input.layout;
+  args.residual = residual.layout;
   args.input_dtype = dtype_of(in.input.scalar_type());
   args.residual_dtype = dtype_of(residual_out.scalar_type());
   args.cols = sizes.cols;

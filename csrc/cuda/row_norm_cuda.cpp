@@ -1,4 +1,5 @@
 // The CUDA key, compiled by the host compiler: dtype dispatch, device guard, stream, allocation.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

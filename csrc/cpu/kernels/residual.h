@@ -71,27 +71,9 @@ void add_rows(const AddArgs& args, int64_t row_begin, int64_t row_end) {
   });
 }
 
-/// What a pair of dtypes accumulates in.
-template <class T, class R>
-struct Wider {
-  using type = float;
-};
-template <class T>
-struct Wider<T, double> {
-  using type = double;
-};
-template <class R>
-struct Wider<double, R> {
-  using type = double;
-};
-template <>
-struct Wider<double, double> {
-  using type = double;
-};
-
 template <class T, class R>
 void split_rows_of(const SplitArgs& args, int64_t row_begin, int64_t row_end) {
-  using acc_t = typename Wider<T, R>::type;
+  using acc_t = decltype(acc_of<T>{} + acc_of<R>{});  // the wider one
   for (int64_t r = row_begin; r < row_end; ++r) {
     const acc_t* sum = static_cast<const acc_t*>(args.gradient) + r * args.cols;
     const R* other = nullptr;
