@@ -1,10 +1,12 @@
 """float64 formulas: what every test compares with. Plain torch arithmetic on the inputs as stored.
 
 ``layer_norm`` and ``rms_norm`` compute in float64 whatever they are given, keep to the definitions of
-``csrc/row_norm.h``, and are differentiable by torch's own autograd. ``ulps`` measures an error.
+``csrc/row_norm.h``, and are differentiable by torch's own autograd. ``residual_sum`` has the bits of the
+fused residual operators' sum. ``ulps`` measures an error.
 """
 
 from collections.abc import Callable
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -57,6 +59,42 @@ def rms_norm(
     dims = _dims(x, normalized_dims)
     x = x.double()
     return _affine(x / (x.square().mean(dims, keepdim=True) + eps).sqrt(), weight, None, weight_offset)
+
+
+def accumulation(*dtypes: torch.dtype) -> torch.dtype:
+    """What values of these dtypes are added in."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _to_odd(nearest: Tensor, error: Tensor) -> Tensor:
+    """``nearest + error`` rounded to odd instead: a later rounding to fewer bits is then as if it were the
+    first."""
+    bits = nearest.view(torch.int64 if nearest.dtype == torch.float64 else torch.int32)
+    away = (error > 0) == (nearest > 0)
+    odd = torch.where((error != 0) & (bits % 2 == 0), torch.where(away, bits + 1, bits - 1), bits)
+    return odd.view(nearest.dtype)
+
+
+def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)`` for finite values; torch goes from fp64 to 16 bits by way of fp32."""
+    if x.dtype != torch.float64 or dtype not in HALVES:
+        return x.to(dtype)
+    return _to_odd(x.float(), x - x.float()).to(dtype)
+
+
+def residual_sum(x: Tensor, residual: Tensor, alpha: float = 1.0) -> Tensor:
+    """``alpha * residual + x``: one fused multiply-add in the wider accumulation type (alpha rounded to it),
+    rounded once to the residual's dtype. Exact arithmetic, for finite values."""
+    if accumulation(x.dtype, residual.dtype) == torch.float64:
+        pairs = zip(residual.double().flatten().tolist(), x.double().flatten().tolist(), strict=True)
+        sums = [float(Fraction(alpha) * Fraction(r) + Fraction(v)) for r, v in pairs]
+        return round_once(torch.tensor(sums, dtype=torch.float64).reshape(x.shape), residual.dtype)
+    # A product of two fp32 is exact in fp64; the sum is that of the exact error of Knuth's TwoSum.
+    product, x = torch.tensor(alpha, dtype=torch.float32).double() * residual.double(), x.double()
+    total = product + x
+    part = total - product
+    error = (product - (total - part)) + (x - part)
+    return _to_odd(total, error).float().to(residual.dtype)
 
 
 def unit(dtype: torch.dtype) -> float:

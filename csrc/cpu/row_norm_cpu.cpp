@@ -15,8 +15,8 @@
 
 #include "../checks.h"
 #include "../fusednorm.h"
-#include "../ops.h"
 #include "../tensor_rows.h"
+#include "../two_steps.h"
 #include "kernels/row_kernels.h"
 
 namespace fusednorm {
@@ -284,23 +284,78 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   return {grad_input, call.gradients[0], call.gradients[1]};
 }
 
+// ---- The residual add, as steps of its own ----
+
+void add(const AddInputs& in, const Tensor& residual_out) {
+  const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
+  cpu::AddArgs args;
+  // A residual that is updated in place may lie in ways that no row kernel writes to.
+  const bool in_rows = rows_are_contiguous(residual_out, sizes.leading_dims) &&
+                       collapse(residual_out, sizes.leading_dims, &args.residual_out_rows);
+  const Tensor target =
+      in_rows ? residual_out : empty(in.input.sizes(), residual_out.scalar_type());
+  if (!in_rows) collapse(target, sizes.leading_dims, &args.residual_out_rows);
+  args.residual_out = target.data_ptr();
+  const Rows input(in.input, sizes), residual(in.residual, sizes);
+  args.input = input.layout;
+  args.residual = residual.layout;
+  args.input_dtype = dtype_of(in.input.scalar_type());
+  args.residual_dtype = dtype_of(residual_out.scalar_type());
+  args.cols = sizes.cols;
+  args.alpha = in.alpha;
+  parallel_rows(sizes, target.element_size(),
+                [&](int64_t begin, int64_t end) { kernels().add(args, begin, end); });
+  if (!in_rows) residual_out.copy_(target);
+}
+
+void split(const Tensor& gradient, size_t normalized_dims, const OptionalTensor& grad_residual_out,
+           double alpha, const Tensor& grad_input, const Tensor& grad_residual) {
+  const Sizes sizes = sizes_of(gradient, normalized_dims);
+  std::optional<Rows> other;
+  cpu::SplitArgs args;
+  args.gradient = gradient.const_data_ptr();
+  // What there is none of takes the gradient's dtype.
+  DType residual_dtype = dtype_of(gradient.scalar_type());
+  if (grad_residual_out.has_value() && grad_residual_out->defined()) {
+    other.emplace(*grad_residual_out, sizes);
+    args.grad_residual_out = other->layout;
+    residual_dtype = dtype_of(grad_residual_out->scalar_type());
+  }
+  if (grad_residual.defined()) {
+    args.grad_residual = grad_residual.data_ptr();
+    residual_dtype = dtype_of(grad_residual.scalar_type());
+  }
+  if (grad_input.defined()) args.grad_input = grad_input.data_ptr();
+  args.input_dtype = dtype_of((grad_input.defined() ? grad_input : gradient).scalar_type());
+  args.residual_dtype = residual_dtype;
+  args.cols = sizes.cols;
+  args.alpha = alpha;
+  parallel_rows(sizes, gradient.element_size(),
+                [&](int64_t begin, int64_t end) { kernels().split(args, begin, end); });
+}
+
 struct Cpu {
   static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor&) {
     return fusednorm::empty(sizes, dtype);
   }
   static constexpr auto forward_rows = &fusednorm::forward_rows;
+  static constexpr auto backward_rows_wide = &fusednorm::backward_rows;
   static ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
     auto gradients = fusednorm::backward_rows(norm, in);
     Tensor& grad_input = std::get<0>(gradients);
     if (grad_input.defined()) grad_input = grad_input.to(in.input.scalar_type());
     return gradients;
   }
+  static constexpr auto add = &fusednorm::add;
+  static constexpr auto split = &fusednorm::split;
+  static constexpr auto add_forward_rows = &TwoSteps<Cpu>::forward;
+  static constexpr auto add_backward_rows = &TwoSteps<Cpu>::backward;
 };
 
 }  // namespace
 
 const char* cpu_kernels() { return kernels().name; }
 
-TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { Operators<DeviceBackend<Cpu>>::register_on(m); }
+TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { register_operators<DeviceBackend<Cpu>>(m); }
 
 }  // namespace fusednorm

@@ -10,6 +10,7 @@ from fusednorm import _load as _load  # first: loads the library, or says why it
 from fusednorm import functional
 from fusednorm._load import build_info, cmake_prefix_path, library_path
 from fusednorm.adaptive_norm import AdaptiveNorm
+from fusednorm.add_modules import AddLayerNorm, AddRMSNorm
 from fusednorm.column_norms import BatchNorm
 from fusednorm.decompositions import decompositions
 from fusednorm.deepnorm import deepnorm_init
@@ -24,6 +25,8 @@ __version__: str = _load.VERSION
 
 __all__ = [
     "AdaptiveNorm",
+    "AddLayerNorm",
+    "AddRMSNorm",
     "BatchNorm",
     "LayerNorm",
     "NormWarmup",

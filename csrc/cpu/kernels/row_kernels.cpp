@@ -21,6 +21,7 @@ namespace {
 #include "forward.h"
 #include "backward.h"
 #include "parameters.h"
+#include "residual.h"
 // clang-format on
 
 }  // namespace
@@ -33,7 +34,8 @@ namespace {
         kernel<Statistics, float16>                                                             \
   }
 
-// For each instruction set 8 forward kernels; 28 LayerNorm and 18 RMSNorm backward sweeps.
+// For each instruction set 8 forward kernels; 28 LayerNorm and 18 RMSNorm backward sweeps; 16 of
+// each step of the residual add.
 extern const KernelTable kTable;
 const KernelTable kTable = {
     FN_STRING(FUSEDNORM_ISA),
@@ -47,6 +49,8 @@ const KernelTable kTable = {
     FN_EACH_DTYPE(backward_columns, RmsNormStatistics),
     {convert<double>, convert<float>, convert<paired_bfloat16>, convert<float16>},
     {reduce<double>, reduce<float>, reduce<paired_bfloat16>, reduce<float16>},
+    add_rows,
+    split_rows,
     {1, 1, kParameterStep<paired_bfloat16>, 1},
 };
 

@@ -40,6 +40,29 @@ struct BackwardArgs {
   bool beyond_cache = false;            // as in ForwardArgs
 };
 
+/// residual_out = alpha * residual + input: one fused multiply-add in the wider accumulation type,
+/// rounded once to the residual's dtype. residual_out may be the residual.
+struct AddArgs {
+  RowLayout input, residual;
+  void* residual_out = nullptr;
+  RowLayout residual_out_rows;  // where its rows lie; its own data is not read
+  DType input_dtype = DType::kFloat32, residual_dtype = DType::kFloat32;
+  int64_t cols = 0;
+  double alpha = 1;
+};
+
+/// g = gradient + grad_residual_out, in the wider accumulation type; then grad_input = g and
+/// grad_residual = alpha * g, each rounded once.
+struct SplitArgs {
+  const void* gradient = nullptr;  // contiguous, of the wider accumulation type
+  RowLayout grad_residual_out;     // of the residual's dtype; data null: 0
+  void* grad_input = nullptr;      // contiguous, of the input's dtype; null: not wanted
+  void* grad_residual = nullptr;   // contiguous, of the residual's dtype; null: not wanted
+  DType input_dtype = DType::kFloat32, residual_dtype = DType::kFloat32;
+  int64_t cols = 0;
+  double alpha = 1;
+};
+
 /// Normalizes rows [row_begin, row_end).
 using ForwardKernel = void (*)(const ForwardArgs&, int64_t row_begin, int64_t row_end);
 
@@ -68,6 +91,9 @@ using ConvertKernel = void (*)(DType from, const void* in, double offset, void* 
 using ReduceKernel = void (*)(const void* partials, int64_t count, int64_t stride, DType to,
                               void* out, int64_t col_begin, int64_t col_end);
 
+using AddKernel = void (*)(const AddArgs&, int64_t row_begin, int64_t row_end);
+using SplitKernel = void (*)(const SplitArgs&, int64_t row_begin, int64_t row_end);
+
 /// All arrays: by the dtype of the rows.
 struct KernelTable {
   const char* name;
@@ -81,6 +107,8 @@ struct KernelTable {
   BackwardColumnsKernel rms_norm_backward_columns[kNumDTypes];
   ConvertKernel convert[kNumDTypes];
   ReduceKernel reduce[kNumDTypes];
+  AddKernel add;
+  SplitKernel split;
   int parameter_step[kNumDTypes];  // 1: parameters are stored as they are
 
   int64_t parameter_size(DType dtype, int64_t cols) const {
