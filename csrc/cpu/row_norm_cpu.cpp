@@ -141,35 +141,36 @@ int64_t rows_per_chunk(int64_t rows) {
   return std::min<int64_t>(1024, std::max<int64_t>(16, (rows + 63) / 64));
 }
 
-/// A backward call: the kernels' arguments, and where the sums go.
+/// A backward call: the kernels and their arguments, and where the sums go.
 struct BackwardCall {
-  bool centered;
-  DType dtype;
+  cpu::BackwardKernel kernel;
+  cpu::BackwardTermsKernel terms_kernel = nullptr;  // null: there are none that go by columns
+  cpu::BackwardColumnsKernel columns_kernel = nullptr;
+  DType dtype;  // as whose rows' parameters the kernel takes weight and bias
   cpu::BackwardArgs args;
   int64_t rows, grain_rows;
-  Tensor gradients[2];  // of weight and bias; undefined: not wanted
+  Tensor gradients[2];                // of weight and bias; undefined: not wanted
+  bool computes[2] = {false, false};  // which of their sums the kernel makes
 
-  int parameters() const { return gradients[0].defined() + gradients[1].defined(); }
+  int parameters() const { return computes[0] + computes[1]; }
   at::ScalarType acc_dtype() const { return dtype == DType::kFloat64 ? at::kDouble : at::kFloat; }
   int64_t slots() const { return kernels().parameter_size(dtype, args.cols); }
   int64_t slot_bytes() const { return dtype == DType::kFloat64 ? 8 : 4; }
 
   /// Rows [begin, end) and all columns; `sums`: grad_weight's, then grad_bias's, or null.
   void rows_of(int64_t begin, int64_t end, char* sums) const {
-    const int i = static_cast<int>(dtype);
-    const auto kernel =
-        centered ? kernels().layer_norm_backward[i] : kernels().rms_norm_backward[i];
     kernel(args, begin, end, weight_sums(sums), bias_sums(sums, slots()));
   }
 
   /// From `chunks` partial sums to the gradients, for columns [begin, end).
   void reduce(const char* sums, int64_t chunks, int64_t begin, int64_t end) const {
-    int64_t slot = 0;
-    for (const Tensor& gradient : gradients) {
+    const char* const from[2] = {sums, sums + computes[0] * slots() * slot_bytes()};
+    for (int k = 0; k < 2; ++k) {
+      const Tensor& gradient = gradients[k];
       if (!gradient.defined()) continue;
-      kernels().reduce[static_cast<int>(dtype)](
-          sums + slot++ * slots() * slot_bytes(), chunks, parameters() * slots(),
-          dtype_of(gradient.scalar_type()), gradient.data_ptr(), begin, end);
+      kernels().reduce[static_cast<int>(dtype)](from[k], chunks, parameters() * slots(),
+                                                dtype_of(gradient.scalar_type()),
+                                                gradient.data_ptr(), begin, end);
     }
   }
 
@@ -197,11 +198,6 @@ struct BackwardCall {
   /// One chunk of rows by many threads: all rows' sums first, then strips of columns. The same bits
   /// as in_chunks. False where a row is too extreme for it.
   bool in_strips() const {
-    const int i = static_cast<int>(dtype);
-    const auto terms_kernel =
-        centered ? kernels().layer_norm_backward_terms[i] : kernels().rms_norm_backward_terms[i];
-    const auto columns_kernel = centered ? kernels().layer_norm_backward_columns[i]
-                                         : kernels().rms_norm_backward_columns[i];
     const int64_t terms_bytes = cpu::kTermsBytes * (slot_bytes() / 4);
     const auto terms = std::make_unique<char[]>(rows * terms_bytes);
     std::atomic<bool> ordinary{true};
@@ -223,19 +219,28 @@ struct BackwardCall {
     return true;
   }
 
+  void run() const {
+    if (args.cols == 0) return;
+    if (parameters() != 0) {
+      if (!strips_pay() || !in_strips()) in_chunks();
+    } else {
+      at::parallel_for(0, rows, std::max<int64_t>(1, grain_rows),
+                       [&](int64_t begin, int64_t end) { rows_of(begin, end, nullptr); });
+    }
+  }
+
+ private:
   // In strips of 1024 columns four fp32 rows and the sums stay in the first cache. Below four
   // strips a thread's wake-up costs more than it saves.
   static constexpr int64_t kStripColumns = 1024;
   bool strips_pay() const {
-    return rows <= 64 && args.cols >= 4 * kStripColumns && grain_rows < rows &&
-           at::get_num_threads() > 1 && !at::in_parallel_region();
+    return terms_kernel != nullptr && rows <= 64 && args.cols >= 4 * kStripColumns &&
+           grain_rows < rows && at::get_num_threads() > 1 && !at::in_parallel_region();
   }
 
- private:
-  char* weight_sums(char* sums) const { return gradients[0].defined() ? sums : nullptr; }
+  char* weight_sums(char* sums) const { return computes[0] ? sums : nullptr; }
   char* bias_sums(char* sums, int64_t slots) const {
-    if (!gradients[1].defined()) return nullptr;
-    return sums + gradients[0].defined() * slots * slot_bytes();
+    return computes[1] ? sums + computes[0] * slots * slot_bytes() : nullptr;
   }
 };
 
@@ -258,8 +263,15 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   if (in.output_mask[1]) call.gradients[0] = empty(shape, checks::grad_weight_dtype(in));
   if (in.output_mask[2]) call.gradients[1] = empty(shape, checks::grad_bias_dtype(in));
 
-  call.centered = norm.centered;
   call.dtype = dtype_of(dtype);
+  const int i = static_cast<int>(call.dtype);
+  const cpu::KernelTable& table = kernels();
+  call.kernel = norm.centered ? table.layer_norm_backward[i] : table.rms_norm_backward[i];
+  call.terms_kernel =
+      norm.centered ? table.layer_norm_backward_terms[i] : table.rms_norm_backward_terms[i];
+  call.columns_kernel =
+      norm.centered ? table.layer_norm_backward_columns[i] : table.rms_norm_backward_columns[i];
+  for (int k = 0; k < 2; ++k) call.computes[k] = call.gradients[k].defined();
   call.rows = sizes.rows;
   call.grain_rows = kGrainBytes / std::max<int64_t>(1, sizes.cols * in.grad_output.element_size());
   call.args.grad_output = grad_output.layout;
@@ -273,14 +285,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   call.args.round_x_hat = rounding_of(norm, in.input);
   call.args.beyond_cache = beyond_cache(3 * in.grad_output.numel() * in.grad_output.element_size());
 
-  if (sizes.cols != 0) {
-    if (call.parameters() != 0) {
-      if (!call.strips_pay() || !call.in_strips()) call.in_chunks();
-    } else if (in.output_mask[0]) {
-      at::parallel_for(0, sizes.rows, std::max<int64_t>(1, call.grain_rows),
-                       [&](int64_t begin, int64_t end) { call.rows_of(begin, end, nullptr); });
-    }
-  }
+  if (in.output_mask[0] || call.parameters() != 0) call.run();
   return {grad_input, call.gradients[0], call.gradients[1]};
 }
 
@@ -334,6 +339,9 @@ void split(const Tensor& gradient, size_t normalized_dims, const OptionalTensor&
                 [&](int64_t begin, int64_t end) { kernels().split(args, begin, end); });
 }
 
+// ---- The residual add, fused; in two steps for the pairs of dtypes that no fused kernel takes
+// ----
+
 struct Cpu {
   static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor&) {
     return fusednorm::empty(sizes, dtype);
@@ -348,9 +356,107 @@ struct Cpu {
   }
   static constexpr auto add = &fusednorm::add;
   static constexpr auto split = &fusednorm::split;
-  static constexpr auto add_forward_rows = &TwoSteps<Cpu>::forward;
-  static constexpr auto add_backward_rows = &TwoSteps<Cpu>::backward;
+  static void add_forward_rows(const Norm&, const AddInputs&, const Tensor&, const Tensor&,
+                               const Tensor&, const Tensor&);
+  static FourTensors add_backward_rows(const Norm&, const AddBackwardInputs&);
 };
+
+void Cpu::add_forward_rows(const Norm& norm, const AddInputs& in, const Tensor& output,
+                           const Tensor& residual_out, const Tensor& mean, const Tensor& rstd) {
+  const auto dtype = output.scalar_type(), residual_dtype = residual_out.scalar_type();
+  const int pair = cpu::add_pair(dtype_of(dtype), dtype_of(residual_dtype));
+  const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
+  cpu::AddArgs add;
+  if (pair == cpu::kNoAddPair || in.input.scalar_type() != dtype || sizes.cols == 0 ||
+      !rows_are_contiguous(residual_out, sizes.leading_dims) ||
+      !collapse(residual_out, sizes.leading_dims, &add.residual_out_rows)) {
+    return TwoSteps<Cpu>::forward(norm, in, output, residual_out, mean, rstd);
+  }
+  const Rows input(in.input, sizes), residual(in.residual, sizes);
+  const auto parameter_dtype = pair < kNumDTypes ? dtype : at::kFloat;
+  Affine weight(in.weight, norm.weight_offset, parameter_dtype);
+  const Affine bias(in.bias, 0, parameter_dtype);
+  if (bias.data != nullptr && weight.data == nullptr) {
+    weight.fill_with_ones(sizes.cols, parameter_dtype);
+  }
+  add.residual = residual.layout;
+  add.residual_out = residual_out.data_ptr();
+  add.alpha = in.alpha;
+  cpu::ForwardArgs args;
+  args.add = &add;
+  args.input = input.layout;
+  args.output = output.data_ptr();
+  args.mean = mean.defined() ? mean.data_ptr() : nullptr;
+  args.rstd = rstd.defined() ? rstd.data_ptr() : nullptr;
+  args.weight = weight.data;
+  args.bias = bias.data;
+  args.cols = sizes.cols;
+  args.params = norm.params(accumulation_dtype(residual_dtype));
+  args.round_x_hat = rounding_of(norm, residual_out);
+  args.beyond_cache = beyond_cache(2 * (output.nbytes() + residual_out.nbytes()));
+  const auto kernel =
+      norm.centered ? kernels().add_layer_norm_forward[pair] : kernels().add_rms_norm_forward[pair];
+  parallel_rows(sizes, output.element_size() + residual_out.element_size(),
+                [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+FourTensors Cpu::add_backward_rows(const Norm& norm, const AddBackwardInputs& in) {
+  const auto dtype = in.grad_output.scalar_type(), residual_dtype = in.residual_out.scalar_type();
+  const int pair = cpu::add_pair(dtype_of(dtype), dtype_of(residual_dtype));
+  const bool adds = in.grad_residual_out.has_value() && in.grad_residual_out->defined();
+  const Sizes sizes = sizes_of(in.residual_out, in.normalized_shape.size());
+  // Without a sum there is nothing to add or to split.
+  if (pair == cpu::kNoAddPair || in.input_dtype != dtype || !in.wants_sum() || sizes.cols == 0) {
+    return TwoSteps<Cpu>::backward(norm, in);
+  }
+  const Rows grad_output(in.grad_output, sizes), input(in.residual_out, sizes);
+  std::optional<Rows> other;
+  if (adds) other.emplace(*in.grad_residual_out, sizes);
+  const Tensor mean = in.mean.defined() ? in.mean.contiguous() : Tensor();
+  const Tensor rstd = in.rstd.contiguous();
+  const auto parameter_dtype = pair < kNumDTypes ? dtype : at::kFloat;
+  Affine weight(in.weight, norm.weight_offset, parameter_dtype);
+  if (weight.data == nullptr) weight.fill_with_ones(sizes.cols, parameter_dtype);
+
+  const auto shape = C10_AS_INTARRAYREF_SLOW(in.normalized_shape);
+  const BackwardInputs of_norm = in.of_norm();
+  BackwardCall call;
+  Tensor grad_input, grad_residual;
+  if (in.output_mask[0]) grad_input = fusednorm::empty(in.residual_out.sizes(), dtype);
+  if (in.output_mask[1]) grad_residual = fusednorm::empty(in.residual_out.sizes(), residual_dtype);
+  if (in.output_mask[2])
+    call.gradients[0] = fusednorm::empty(shape, checks::grad_weight_dtype(of_norm));
+  if (in.output_mask[3])
+    call.gradients[1] = fusednorm::empty(shape, checks::grad_bias_dtype(of_norm));
+  call.kernel = norm.centered ? kernels().add_layer_norm_backward[pair]
+                              : kernels().add_rms_norm_backward[pair];
+  call.dtype = cpu::parameter_dtype(pair);
+  call.computes[0] = in.output_mask[2] || in.output_mask[3];
+  call.computes[1] = call.computes[0] && norm.centered;
+  call.rows = sizes.rows;
+  call.grain_rows = kGrainBytes / std::max<int64_t>(1, sizes.cols * in.residual_out.element_size());
+
+  cpu::SplitArgs split;
+  if (adds) split.grad_residual_out = other->layout;
+  split.grad_residual = grad_residual.defined() ? grad_residual.data_ptr() : nullptr;
+  split.alpha = in.alpha;
+  call.args.split = &split;
+  call.args.grad_output = grad_output.layout;
+  call.args.input = input.layout;
+  call.args.mean = mean.defined() ? mean.const_data_ptr() : nullptr;
+  call.args.rstd = rstd.const_data_ptr();
+  call.args.weight = weight.data;
+  call.args.grad_input = grad_input.defined() ? grad_input.data_ptr() : nullptr;
+  call.args.cols = sizes.cols;
+  call.args.params = norm.params(accumulation_dtype(residual_dtype));
+  call.args.round_x_hat = rounding_of(norm, in.residual_out);
+  call.args.beyond_cache =
+      beyond_cache(sizes.rows * sizes.cols *
+                   (in.grad_output.element_size() + 3 * in.residual_out.element_size()));
+  call.run();
+  return {std::move(grad_input), std::move(grad_residual), std::move(call.gradients[0]),
+          std::move(call.gradients[1])};
+}
 
 }  // namespace
 

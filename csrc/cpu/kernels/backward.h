@@ -70,12 +70,59 @@ template <class Statistics, bool kInput, class In, class T>
   result->scale[0] = result->scale[1] = 1;
 }
 
+/// Where the gradient of a row goes: to grad_input.
+template <class T>
+struct GradInputStore {
+  T* grad_input;
+
+  static FN_INLINE GradInputStore of(const BackwardArgs& args, int64_t r) {
+    return {static_cast<T*>(args.grad_input) + r * args.cols};
+  }
+  FN_INLINE Touch touch() const { return {reinterpret_cast<char*>(grad_input), sizeof(T)}; }
+  template <class Columns>
+  FN_INLINE void put(int64_t i, vector_of<T> d, Columns part) const {
+    store(grad_input + i, d, part);
+  }
+};
+
+/// grad_residual_out is added to it first (null: 0); then it goes to grad_input, and times alpha to
+/// grad_residual (null: not wanted).
+template <class T, class R>
+struct SplitStore {
+  const R* grad_residual_out;
+  T* grad_input;
+  R* grad_residual;
+  acc_of<R> alpha;
+
+  static FN_INLINE SplitStore of(const BackwardArgs& args, int64_t r) {
+    const SplitArgs& split = *args.split;
+    const auto* other = static_cast<const R*>(split.grad_residual_out.data);
+    auto* dx = static_cast<T*>(args.grad_input);
+    auto* dr = static_cast<R*>(split.grad_residual);
+    return {other != nullptr ? other + split.grad_residual_out.offset(r) : nullptr,
+            dx != nullptr ? dx + r * args.cols : nullptr,
+            dr != nullptr ? dr + r * args.cols : nullptr, static_cast<acc_of<R>>(split.alpha)};
+  }
+  FN_INLINE Touch touch() const {
+    if (grad_input == nullptr) return {reinterpret_cast<char*>(grad_residual), sizeof(R)};
+    return {reinterpret_cast<char*>(grad_input), sizeof(T)};
+  }
+  template <class Columns>
+  FN_INLINE void put(int64_t i, vector_of<T> d, Columns part) const {
+    if (grad_residual_out != nullptr) d = d + load(grad_residual_out + i, part);
+    if (grad_input != nullptr) store(grad_input + i, d, part);
+    if (grad_residual != nullptr) {
+      store(grad_residual + i, Broadcast<vector_of<R>>::of(alpha) * d, part);
+    }
+  }
+};
+
 /// Some rows of a call: what the sweep over their columns needs.
-template <int kRows, class In, class T>
+template <int kRows, class In, class T, class Store>
 struct RowBlock {
   const In* x[kRows];
   const T* grad_output[kRows];
-  T* grad_input[kRows];
+  Store out[kRows];
   BackwardRow<acc_of<T>> rows[kRows];
 };
 
@@ -87,26 +134,13 @@ struct ParameterSums {
   bool first;
 };
 
-/// The inputs that come after those at hand.
-template <class In, class T>
-struct NextInputs {
-  NextRows<In> x;
-  NextRows<T> grad_output;
-
-  bool any() const { return x.any(); }
-  void read(int64_t begin, int64_t end) const {
-    x.read(begin, end);
-    grad_output.read(begin, end);
-  }
-};
-
 /// grad_input of kRows rows for columns [begin, end), begin a multiple of kLanes; the sums take the
 /// rows in order, one addition each.
 template <class Statistics, bool kInput, bool kWeight, bool kBias, int kRows, class Rounding,
-          class In, class T>
-[[gnu::noinline]] void backward_apply(const RowBlock<kRows, In, T>& block,
+          class In, class T, class Store>
+[[gnu::noinline]] void backward_apply(const RowBlock<kRows, In, T, Store>& block,
                                       const parameter_of<T>* weight, int64_t begin, int64_t end,
-                                      const ParameterSums<T>& sums, const NextInputs<In, T>& next) {
+                                      const ParameterSums<T>& sums, const NextPairs<In, T>& next) {
   using V = vector_of<T>;
   // Scaled rows come alone; an ordinary one that comes alone is multiplied by 1, which is exact.
   constexpr bool kScaled = kRows == 1;
@@ -114,13 +148,13 @@ template <class Statistics, bool kInput, bool kWeight, bool kBias, int kRows, cl
   // reference.
   const In* x[kRows];
   const T* grad_output[kRows];
-  T* output[kRows];
+  Store out[kRows];
   V mean[kRows], rstd[kRows], minus_shift_rstd[kRows], mean_g[kRows], minus_projection[kRows];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
     x[r] = block.x[r];
     grad_output[r] = block.grad_output[r];
-    output[r] = block.grad_input[r];
+    out[r] = block.out[r];
     mean[r] = Broadcast<V>::of(block.rows[r].mean);
     rstd[r] = Broadcast<V>::of(block.rows[r].rstd);
     minus_shift_rstd[r] = Broadcast<V>::of(block.rows[r].minus_shift_rstd);
@@ -150,7 +184,7 @@ template <class Statistics, bool kInput, bool kWeight, bool kBias, int kRows, cl
         V d = grad_input<Statistics, VectorMath>(g * w, x_hat, mean_g[r], minus_projection[r],
                                                  rstd[r]);
         if constexpr (kScaled) d = d * scale0 * scale1;
-        store(output[r] + i, d, part);
+        out[r].put(i, d, part);
       }
       if constexpr (kWeight) dw = mul_add(g, Rounding::round(x_hat), dw);
       if constexpr (kBias) db = db + g;
@@ -160,19 +194,21 @@ template <class Statistics, bool kInput, bool kWeight, bool kBias, int kRows, cl
   });
 }
 
-/// The rows of a call, and the sweeps over them.
-template <class Statistics, bool kInput, bool kWeight, bool kBias, class Rounding, class T>
+/// The rows of a call, and the sweeps over them. In: the input's elements; T: grad_output's.
+template <class Statistics, bool kInput, bool kWeight, bool kBias, class Rounding, class In,
+          class T, class Store>
 struct BackwardRows {
   using acc_t = acc_of<T>;
+  template <int kRows>
+  using Block = RowBlock<kRows, In, T, Store>;
   const BackwardArgs& args;
 
-  const T* input(int64_t r) const {
-    return static_cast<const T*>(args.input.data) + args.input.offset(r);
+  const In* input(int64_t r) const {
+    return static_cast<const In*>(args.input.data) + args.input.offset(r);
   }
   const T* grad_output(int64_t r) const {
     return static_cast<const T*>(args.grad_output.data) + args.grad_output.offset(r);
   }
-  T* output(int64_t r) const { return static_cast<T*>(args.grad_input) + r * args.cols; }
   acc_t mean(int64_t r) const {
     return args.mean != nullptr ? static_cast<const acc_t*>(args.mean)[r] : acc_t(0);
   }
@@ -185,37 +221,38 @@ struct BackwardRows {
 
   FN_INLINE void terms(int64_t r, BackwardRow<acc_t>* row) const {
     Touch touch;
-    if (kInput && args.beyond_cache) touch = {reinterpret_cast<char*>(output(r)), sizeof(T)};
+    if (kInput && args.beyond_cache) touch = Store::of(args, r).touch();
     backward_row<Statistics, kInput>(input(r), grad_output(r), weight(), args.cols, mean(r),
                                      rstd(r), args.params, touch, row);
   }
 
   template <int kRows>
-  FN_INLINE void locate(int64_t r, RowBlock<kRows, T, T>* block) const {
+  FN_INLINE void locate(int64_t r, Block<kRows>* block) const {
     for (int k = 0; k < kRows; ++k) {
       block->x[k] = input(r + k);
       block->grad_output[k] = grad_output(r + k);
-      block->grad_input[k] = output(r + k);
+      block->out[k] = Store::of(args, r + k);
     }
   }
 
   /// Columns [begin, end) of a block whose terms are known.
-  template <int kRows, class In>
-  FN_INLINE void apply(const RowBlock<kRows, In, T>& block, int64_t begin, int64_t end,
-                       const ParameterSums<T>& sums, const NextInputs<In, T>& next = {}) const {
+  template <int kRows, class X>
+  FN_INLINE void apply(const RowBlock<kRows, X, T, Store>& block, int64_t begin, int64_t end,
+                       const ParameterSums<T>& sums, const NextPairs<X, T>& next = {}) const {
     backward_apply<Statistics, kInput, kWeight, kBias, kRows, Rounding>(block, weight(), begin, end,
                                                                         sums, next);
   }
 
   void one_row(int64_t r, const ParameterSums<T>& sums) const {
-    ScaledRow<T> scaled;
+    ScaledRow<In> scaled;
     if (ordinary(r) || !scaled_row<Statistics>(input(r), args.cols, args.params, &scaled)) {
-      RowBlock<1, T, T> block;
+      Block<1> block;
       locate(r, &block);
       terms(r, &block.rows[0]);
       return apply(block, 0, args.cols, sums);
     }
-    RowBlock<1, parameter_of<T>, T> block{{scaled.x}, {grad_output(r)}, {output(r)}, {}};
+    RowBlock<1, parameter_of<In>, T, Store> block{
+        {scaled.x}, {grad_output(r)}, {Store::of(args, r)}, {}};
     BackwardRow<acc_t>& row = block.rows[0];
     backward_row<Statistics, kInput>(block.x[0], block.grad_output[0], weight(), args.cols,
                                      scaled.statistics.mean, scaled.statistics.rstd, scaled.params,
@@ -238,14 +275,14 @@ struct BackwardRows {
         }
         continue;
       }
-      RowBlock<kBlockRows, T, T> block;
+      Block<kBlockRows> block;
       locate(r, &block);
       for (int k = 0; k < kBlockRows; ++k) terms(r + k, &block.rows[k]);
-      NextInputs<T, T> next;
+      NextPairs<In, T> next;
       if (args.beyond_cache && r + 2 * kBlockRows <= row_end) {
         for (int k = 0; k < kBlockRows; ++k) {
-          next.x.data[k] = input(r + kBlockRows + k);
-          next.grad_output.data[k] = grad_output(r + kBlockRows + k);
+          next.first.data[k] = input(r + kBlockRows + k);
+          next.second.data[k] = grad_output(r + kBlockRows + k);
         }
       }
       apply(block, 0, args.cols, sums, next);
@@ -274,8 +311,8 @@ struct BackwardRows {
       sums.first = false;
     };
     int64_t r = 0;
-    for (; r + kBlockRows <= row_count; r += kBlockRows) block_of(RowBlock<kBlockRows, T, T>{}, r);
-    for (; r < row_count; ++r) block_of(RowBlock<1, T, T>{}, r);
+    for (; r + kBlockRows <= row_count; r += kBlockRows) block_of(Block<kBlockRows>{}, r);
+    for (; r < row_count; ++r) block_of(Block<1>{}, r);
   }
 };
 
@@ -298,20 +335,23 @@ FN_INLINE void with_flag(bool flag, F f) {
 /// Calls f with the BackwardRows of what is wanted.
 template <class Statistics, class T, class F>
 FN_INLINE void with_rows(const BackwardArgs& args, bool grad_weight, bool grad_bias, F f) {
+  using Store = GradInputStore<T>;
   with_flag(args.grad_input != nullptr, [&](auto input) FN_LAMBDA_INLINE {
     with_flag(grad_weight, [&](auto weight) FN_LAMBDA_INLINE {
       if constexpr (Statistics::kCentered) {
         with_flag(grad_bias, [&](auto bias) FN_LAMBDA_INLINE {
           if constexpr (input.value || weight.value || bias.value) {
-            f(BackwardRows<Statistics, input.value, weight.value, bias.value, RoundNone, T>{args});
+            f(BackwardRows<Statistics, input.value, weight.value, bias.value, RoundNone, T, T,
+                           Store>{args});
           }
         });
       } else if constexpr (weight.value) {
         with_rounding<T>(args.round_x_hat, [&](auto rounding) FN_LAMBDA_INLINE {
-          f(BackwardRows<Statistics, input.value, true, false, decltype(rounding), T>{args});
+          f(BackwardRows<Statistics, input.value, true, false, decltype(rounding), T, T, Store>{
+              args});
         });
       } else if constexpr (input.value) {
-        f(BackwardRows<Statistics, true, false, false, RoundNone, T>{args});
+        f(BackwardRows<Statistics, true, false, false, RoundNone, T, T, Store>{args});
       }
     });
   });
@@ -331,12 +371,33 @@ void backward(const BackwardArgs& args, int64_t row_begin, int64_t row_end, void
   });
 }
 
+/// Of the sum of input and residual; grad_weight and grad_bias both, or neither.
+template <class Statistics, class T, class R>
+void add_backward(const BackwardArgs& args, int64_t row_begin, int64_t row_end, void* grad_weight,
+                  void* grad_bias) {
+  using Store = SplitStore<T, R>;
+  const auto sums = parameter_sums<T>(grad_weight, grad_bias);
+  with_flag(grad_weight != nullptr, [&](auto weight) FN_LAMBDA_INLINE {
+    if constexpr (Statistics::kCentered || !weight.value) {
+      BackwardRows<Statistics, true, weight.value, weight.value && Statistics::kCentered, RoundNone,
+                   R, T, Store>{args}
+          .all_columns(row_begin, row_end, sums);
+    } else {
+      with_rounding<R>(args.round_x_hat, [&](auto rounding) FN_LAMBDA_INLINE {
+        BackwardRows<Statistics, true, true, false, decltype(rounding), R, T, Store>{args}
+            .all_columns(row_begin, row_end, sums);
+      });
+    }
+  });
+}
+
 template <class Statistics, class T>
 bool backward_terms(const BackwardArgs& args, int64_t row_begin, int64_t row_end, void* terms) {
   bool ordinary = true;
   // What a row's terms are does not depend on which parameters' gradients are wanted.
   with_flag(args.grad_input != nullptr, [&](auto input) {
-    const BackwardRows<Statistics, input.value, true, false, RoundNone, T> rows{args};
+    const BackwardRows<Statistics, input.value, true, false, RoundNone, T, T, GradInputStore<T>>
+        rows{args};
     ordinary = rows.all_terms(row_begin, row_end, static_cast<BackwardRow<acc_of<T>>*>(terms));
   });
   return ordinary;

@@ -97,10 +97,10 @@ FN_INLINE void for_columns_with_next(int64_t begin, int64_t end, const Next& nex
 }
 
 /// The outputs of kRows rows.
-template <class Statistics, int kRows, class In, class Out>
+template <class Statistics, int kRows, class In, class Out, class Next>
 FN_INLINE void store_rows(const ForwardArgs& args, const In* const (&x)[kRows],
                           const RowStatistics<acc_of<Out>> (&rows)[kRows], Out* const (&y)[kRows],
-                          const NextRows<In>& next) {
+                          const Next& next) {
   using V = vector_of<Out>;
   const auto* weight = static_cast<const parameter_of<Out>*>(args.weight);
   const auto* bias = static_cast<const parameter_of<Out>*>(args.bias);
@@ -129,59 +129,118 @@ FN_INLINE void store_rows(const ForwardArgs& args, const In* const (&x)[kRows],
   }
 }
 
-template <class Statistics, class T>
-void forward(const ForwardArgs& args, int64_t row_begin, int64_t row_end) {
+/// Rows as they are given.
+template <class T>
+struct InputRows {
+  using stored_t = T;
+  const ForwardArgs& args;
+
+  FN_INLINE DirectLoad<T> row(int64_t r) const {
+    return {static_cast<const T*>(args.input.data) + args.input.offset(r)};
+  }
+  FN_INLINE NextRows<T> next(int64_t r) const {
+    NextRows<T> result;
+    for (int k = 0; k < kBlockRows; ++k) result.data[k] = row(r + k).stored;
+    return result;
+  }
+};
+
+/// Rows of two tensors, both asked for early.
+template <class T, class R>
+struct NextPairs {
+  NextRows<T> first;
+  NextRows<R> second;
+
+  bool any() const { return first.any(); }
+  void read(int64_t begin, int64_t end) const {
+    first.read(begin, end);
+    second.read(begin, end);
+  }
+};
+
+/// Rows of input and residual, to be added.
+template <class T, class R>
+struct SumRows {
+  using stored_t = R;
+  const ForwardArgs& args;
+
+  FN_INLINE AddResidualLoad<T, R> row(int64_t r) const {
+    const AddArgs& add = *args.add;
+    return {static_cast<const T*>(args.input.data) + args.input.offset(r),
+            static_cast<const R*>(add.residual.data) + add.residual.offset(r),
+            static_cast<R*>(add.residual_out) + add.residual_out_rows.offset(r),
+            static_cast<acc_of<R>>(add.alpha)};
+  }
+  FN_INLINE NextPairs<T, R> next(int64_t r) const {
+    NextPairs<T, R> result;
+    for (int k = 0; k < kBlockRows; ++k) {
+      result.first.data[k] = row(r + k).input;
+      result.second.data[k] = row(r + k).residual;
+    }
+    return result;
+  }
+};
+
+template <class Statistics, class T, class Rows>
+void forward_rows(const ForwardArgs& args, const Rows& source, int64_t row_begin, int64_t row_end) {
+  using R = typename Rows::stored_t;
   using acc_t = acc_of<T>;
-  const auto input = [&](int64_t r) FN_LAMBDA_INLINE {
-    return static_cast<const T*>(args.input.data) + args.input.offset(r);
-  };
   const auto output = [&](int64_t r)
                           FN_LAMBDA_INLINE { return static_cast<T*>(args.output) + r * args.cols; };
   const auto save = [&](int64_t r, acc_t mean, acc_t rstd) FN_LAMBDA_INLINE {
     if (args.mean != nullptr) static_cast<acc_t*>(args.mean)[r] = mean;
     if (args.rstd != nullptr) static_cast<acc_t*>(args.rstd)[r] = rstd;
   };
-
-  const auto one_row = [&](int64_t r) {
-    const T* const x[1] = {input(r)};
+  const auto one_row = [&](int64_t r, const auto& row) {
+    const R* const x[1] = {row.stored};
     T* const y[1] = {output(r)};
-    RowStatistics<acc_t> row[1];
-    ScaledRow<T> scaled;
-    if (__builtin_expect(row_statistics<Statistics>(x[0], args.cols, args.params, &row[0]), 1) ||
+    RowStatistics<acc_t> statistics[1];
+    ScaledRow<R> scaled;
+    if (__builtin_expect(row_statistics<Statistics>(row, args.cols, args.params, &statistics[0]),
+                         1) ||
         !scaled_row<Statistics>(x[0], args.cols, args.params, &scaled)) {
-      store_rows<Statistics, 1>(args, x, row, y, {});
-      save(r, row[0].mean, row[0].rstd);
+      store_rows<Statistics, 1>(args, x, statistics, y, NextRows<R>{});
+      save(r, statistics[0].mean, statistics[0].rstd);
     } else {
-      const parameter_of<T>* const scaled_x[1] = {scaled.x};
+      const parameter_of<R>* const scaled_x[1] = {scaled.x};
       const RowStatistics<acc_t> scaled_statistics[1] = {scaled.statistics};
-      store_rows<Statistics, 1>(args, scaled_x, scaled_statistics, y, {});
+      store_rows<Statistics, 1>(args, scaled_x, scaled_statistics, y, NextRows<R>{});
       save(r, scaled.mean(), scaled.rstd());
     }
   };
 
   int64_t r = row_begin;
   for (; r + kBlockRows <= row_end; r += kBlockRows) {
-    const T* x[kBlockRows];
+    const R* x[kBlockRows];
     T* y[kBlockRows];
-    RowStatistics<acc_t> rows[kBlockRows];
+    RowStatistics<acc_t> statistics[kBlockRows];
     bool ordinary = true;
     for (int k = 0; k < kBlockRows; ++k) {
-      x[k] = input(r + k);
+      const auto row = source.row(r + k);
+      x[k] = row.stored;
       y[k] = output(r + k);
       Touch touch;
       if (args.beyond_cache) touch = {reinterpret_cast<char*>(y[k]), sizeof(T)};
-      ordinary &= row_statistics<Statistics>(x[k], args.cols, args.params, &rows[k], touch);
+      ordinary &= row_statistics<Statistics>(row, args.cols, args.params, &statistics[k], touch);
     }
     if (__builtin_expect(!ordinary, 0)) {
-      for (int k = 0; k < kBlockRows; ++k) one_row(r + k);
+      for (int k = 0; k < kBlockRows; ++k) one_row(r + k, source.row(r + k).after());
       continue;
     }
-    NextRows<T> next;
-    if (args.beyond_cache && r + 2 * kBlockRows <= row_end) {
-      for (int k = 0; k < kBlockRows; ++k) next.data[k] = input(r + kBlockRows + k);
-    }
-    store_rows<Statistics, kBlockRows>(args, x, rows, y, next);
-    for (int k = 0; k < kBlockRows; ++k) save(r + k, rows[k].mean, rows[k].rstd);
+    decltype(source.next(r)) next;
+    if (args.beyond_cache && r + 2 * kBlockRows <= row_end) next = source.next(r + kBlockRows);
+    store_rows<Statistics, kBlockRows>(args, x, statistics, y, next);
+    for (int k = 0; k < kBlockRows; ++k) save(r + k, statistics[k].mean, statistics[k].rstd);
   }
-  for (; r < row_end; ++r) one_row(r);
+  for (; r < row_end; ++r) one_row(r, source.row(r));
+}
+
+template <class Statistics, class T>
+void forward(const ForwardArgs& args, int64_t row_begin, int64_t row_end) {
+  forward_rows<Statistics, T>(args, InputRows<T>{args}, row_begin, row_end);
+}
+
+template <class Statistics, class T, class R>
+void add_forward(const ForwardArgs& args, int64_t row_begin, int64_t row_end) {
+  forward_rows<Statistics, T>(args, SumRows<T, R>{args}, row_begin, row_end);
 }

@@ -1,25 +1,7 @@
 #pragma once
 
-// The residual add as a step of its own, and in backward the step after the norm's. Any pair of
-// dtypes. Included by row_kernels.cpp.
-
-/// a * b + c rounded once, on every machine: mul_add is fused only where that is one instruction.
-template <class V>
-FN_INLINE V fused_mul_add(V a, V b, V c) {
-#if defined(FUSEDNORM_AVX512) || defined(FUSEDNORM_AVX2)
-  return mul_add(a, b, c);
-#else
-  constexpr int kCount = static_cast<int>(sizeof(V) / sizeof(a[0]));
-  for (int i = 0; i < kCount; ++i) {
-    if constexpr (__is_same(V, f64v)) {
-      c[i] = __builtin_fma(a[i], b[i], c[i]);
-    } else {
-      c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    }
-  }
-  return c;
-#endif
-}
+// The residual add as a step of its own, and in backward the step after the norm's, for the pairs
+// of dtypes that no fused kernel takes. Included by row_kernels.cpp.
 
 FN_INLINE double to_double(double a) { return a; }
 FN_INLINE double to_double(float a) { return a; }

@@ -17,6 +17,7 @@ namespace {
 // clang-format off
 #include "simd.h"
 #include "columns.h"
+#include "loads.h"
 #include "statistics.h"
 #include "forward.h"
 #include "backward.h"
@@ -34,8 +35,17 @@ namespace {
         kernel<Statistics, float16>                                                             \
   }
 
-// For each instruction set 8 forward kernels; 28 LayerNorm and 18 RMSNorm backward sweeps; 16 of
-// each step of the residual add.
+#define FN_EACH_ADD_PAIR(kernel, Statistics)                                       \
+  {                                                                                \
+    kernel<Statistics, double, double>, kernel<Statistics, float, float>,          \
+        kernel<Statistics, paired_bfloat16, paired_bfloat16>,                      \
+        kernel<Statistics, float16, float16>, kernel<Statistics, bfloat16, float>, \
+        kernel<Statistics, float16, float>                                         \
+  }
+
+// For each instruction set 8 forward kernels; 28 LayerNorm and 18 RMSNorm backward sweeps. Of the
+// residual add 16 of each step alone; fused 12 forward kernels, 12 LayerNorm and 16 RMSNorm
+// backward sweeps.
 extern const KernelTable kTable;
 const KernelTable kTable = {
     FN_STRING(FUSEDNORM_ISA),
@@ -51,6 +61,10 @@ const KernelTable kTable = {
     {reduce<double>, reduce<float>, reduce<paired_bfloat16>, reduce<float16>},
     add_rows,
     split_rows,
+    FN_EACH_ADD_PAIR(add_forward, LayerNormStatistics),
+    FN_EACH_ADD_PAIR(add_forward, RmsNormStatistics),
+    FN_EACH_ADD_PAIR(add_backward, LayerNormStatistics),
+    FN_EACH_ADD_PAIR(add_backward, RmsNormStatistics),
     {1, 1, kParameterStep<paired_bfloat16>, 1},
 };
 

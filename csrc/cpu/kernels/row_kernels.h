@@ -11,6 +11,9 @@
 
 namespace fusednorm::cpu {
 
+struct AddArgs;
+struct SplitArgs;
+
 struct ForwardArgs {
   RowLayout input;
   void* output = nullptr;        // contiguous, of the input's dtype
@@ -25,6 +28,8 @@ struct ForwardArgs {
   DType round_x_hat = DType::kFloat64;
   /// The caches hold less than input and output: worth asking for the next rows early.
   bool beyond_cache = false;
+  /// The fused add's residual; its own input, dtypes and cols are not read.
+  const AddArgs* add = nullptr;
 };
 
 struct BackwardArgs {
@@ -38,6 +43,8 @@ struct BackwardArgs {
   NormParams params;
   DType round_x_hat = DType::kFloat64;  // for grad_weight only
   bool beyond_cache = false;            // as in ForwardArgs
+  /// The fused add's: what is added to the gradient, and grad_residual.
+  const SplitArgs* split = nullptr;
 };
 
 /// residual_out = alpha * residual + input: one fused multiply-add in the wider accumulation type,
@@ -94,7 +101,20 @@ using ReduceKernel = void (*)(const void* partials, int64_t count, int64_t strid
 using AddKernel = void (*)(const AddArgs&, int64_t row_begin, int64_t row_end);
 using SplitKernel = void (*)(const SplitArgs&, int64_t row_begin, int64_t row_end);
 
-/// All arrays: by the dtype of the rows.
+/// The fused add's pairs of dtypes, input and residual: first those of one dtype, in DType's order.
+constexpr int kNumAddPairs = 6;
+constexpr int kNoAddPair = -1;
+inline int add_pair(DType input, DType residual) {
+  if (input == residual) return static_cast<int>(input);
+  if (residual != DType::kFloat32) return kNoAddPair;
+  return input == DType::kBFloat16 ? 4 : input == DType::kFloat16 ? 5 : kNoAddPair;
+}
+/// The dtype as whose rows' parameters a pair's kernels take weight and bias.
+inline DType parameter_dtype(int pair) {
+  return pair < kNumDTypes ? static_cast<DType>(pair) : DType::kFloat32;
+}
+
+/// Arrays: by the dtype of the rows, or by the fused add's pair.
 struct KernelTable {
   const char* name;
   ForwardKernel layer_norm_forward[kNumDTypes];
@@ -109,6 +129,10 @@ struct KernelTable {
   ReduceKernel reduce[kNumDTypes];
   AddKernel add;
   SplitKernel split;
+  ForwardKernel add_layer_norm_forward[kNumAddPairs];
+  ForwardKernel add_rms_norm_forward[kNumAddPairs];
+  BackwardKernel add_layer_norm_backward[kNumAddPairs];
+  BackwardKernel add_rms_norm_backward[kNumAddPairs];
   int parameter_step[kNumDTypes];  // 1: parameters are stored as they are
 
   int64_t parameter_size(DType dtype, int64_t cols) const {

@@ -13,16 +13,23 @@ template <class T>
 FN_INLINE acc_of<T> element(const T* x) {
   return sum_lanes(load(x, 1));
 }
-FN_INLINE float element(const paired_float* x) { return x->value; }
+
+template <class V>
+FN_INLINE auto first_lane(V a) {
+  return a[0];
+}
+FN_INLINE float first_lane(f32x2 a) { return a.even[0]; }
 
 /// False where the squares over- or underflowed (or the row is not finite): see scaled_row.
 ///
 /// LayerNorm takes one sweep about a pivot, the mean of the row's first vector. Where the mean
 /// turns out more than a standard deviation from the pivot, cancellation would cost digits, and a
 /// second sweep is made about the mean found.
-template <class Statistics, class T>
-[[gnu::noinline]] bool row_statistics(const T* x, int64_t cols, const NormParams& params,
-                                      RowStatistics<acc_of<T>>* result, const Touch& touch = {}) {
+template <class Statistics, class Load>
+[[gnu::noinline]] bool row_statistics(const Load& row, int64_t cols, const NormParams& params,
+                                      RowStatistics<acc_of<typename Load::stored_t>>* result,
+                                      const Touch& touch = {}) {
+  using T = typename Load::stored_t;
   using acc_t = acc_of<T>;
   using V = vector_of<T>;
   const double count = static_cast<double>(cols);
@@ -30,15 +37,13 @@ template <class Statistics, class T>
   acc_t pivot = 0;
   double delta = 0;
   if constexpr (Statistics::kCentered) {
-    // Divided first: a power of two divides exactly, and the sum of huge values would overflow.
-    pivot = cols >= kLanes<T> ? sum_lanes(load(x) / Broadcast<V>::of(kLanes<T>)) : element(x);
-    for (int sweep = 0; sweep < 3; ++sweep) {
+    const auto sums_about_pivot = [&](const auto& values) FN_LAMBDA_INLINE {
       const V pivot_v = Broadcast<V>::of(pivot);
       double sums[2];
       row_sums<T>(
           cols,
           [&](int64_t i, auto part, V(&acc)[2]) FN_LAMBDA_INLINE {
-            const V d = keep(load(x + i, part) - pivot_v, part);
+            const V d = keep(values.read(i, part) - pivot_v, part);
             acc[0] = acc[0] + d;
             acc[1] = mul_add(d, d, acc[1]);
           },
@@ -48,15 +53,28 @@ template <class Statistics, class T>
       squares = sums[1] - sums[0] * delta;
       if (squares < 0) squares = 0;
       mean = pivot + delta;
-      if (delta * sums[0] <= squares) break;
-      if (sweep < 2) pivot = static_cast<acc_t>(mean);
+      return delta * sums[0] <= squares;
+    };
+    // Divided first: a power of two divides exactly, and the sum of huge values would overflow.
+    if (cols >= kLanes<T>) {
+      pivot = sum_lanes(row.value(0, Full{}) / Broadcast<V>::of(kLanes<T>));
+    } else {
+      pivot = first_lane(row.value(0, Part{1}));
+    }
+    if (!sums_about_pivot(row)) {
+      pivot = static_cast<acc_t>(mean);
+      const auto stored = row.after();
+      if (!sums_about_pivot(stored)) {
+        pivot = static_cast<acc_t>(mean);
+        sums_about_pivot(stored);
+      }
     }
   } else {
     double sums[1];
     row_sums<T>(
         cols,
         [&](int64_t i, auto part, V(&acc)[1]) FN_LAMBDA_INLINE {
-          const V d = load(x + i, part);
+          const V d = keep(row.read(i, part), part);
           acc[0] = mul_add(d, d, acc[0]);
         },
         sums, touch);
@@ -113,6 +131,7 @@ template <class Statistics, class T>
     const double scaled = __builtin_ldexp(element(x + i), -row->exponent);
     row->x[parameter_slot<T>(i)] = {static_cast<acc_of<T>>(scaled)};
   }
-  row_statistics<Statistics>(row->x, cols, row->params, &row->statistics);
+  row_statistics<Statistics>(DirectLoad<parameter_of<T>>{row->x}, cols, row->params,
+                             &row->statistics);
   return true;
 }
