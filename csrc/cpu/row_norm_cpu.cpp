@@ -75,9 +75,13 @@ struct Affine {
   }
 };
 
-/// Whether a call moves more than a core's last-level cache is likely to hold. A constant: what the
-/// system reports may be the sum over all sockets (402 MB where a core has 32).
-bool beyond_cache(int64_t bytes) { return bytes > int64_t{32} << 20; }
+/// Whether the tensors that are in use around a call, so many of `bytes` each, are likely to be
+/// more than a core's last-level cache holds beside others' data. A constant: what the system
+/// reports may be the sum over all sockets (402 MB where a core has 32). Rows of more than 64 KB
+/// are left out: four of them early in the second-level cache drive out what is needed now.
+bool beyond_cache(int64_t tensors, int64_t bytes, int64_t row_bytes) {
+  return tensors * bytes > int64_t{20} << 20 && row_bytes <= 64 << 10;
+}
 
 // A thread is worth waking (0.65 us) for about this much of a row's traffic.
 constexpr int64_t kGrainBytes = 64 * 1024;
@@ -115,7 +119,9 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   args.cols = sizes.cols;
   args.params = norm.params(acc_dtype);
   args.round_x_hat = rounding_of(norm, in.input);
-  args.beyond_cache = beyond_cache(2 * output.nbytes());
+  // With a graph there are grad_output and grad_input too.
+  args.beyond_cache = beyond_cache(rstd.defined() ? 4 : 2, static_cast<int64_t>(output.nbytes()),
+                                   sizes.cols * output.element_size());
   const int kernel_dtype = static_cast<int>(dtype_of(dtype));
   const auto kernel = norm.centered ? kernels().layer_norm_forward[kernel_dtype]
                                     : kernels().rms_norm_forward[kernel_dtype];
@@ -283,7 +289,8 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   call.args.cols = sizes.cols;
   call.args.params = norm.params(acc_dtype);
   call.args.round_x_hat = rounding_of(norm, in.input);
-  call.args.beyond_cache = beyond_cache(3 * in.grad_output.numel() * in.grad_output.element_size());
+  call.args.beyond_cache = beyond_cache(4, in.grad_output.numel() * in.grad_output.element_size(),
+                                        sizes.cols * in.grad_output.element_size());
 
   if (in.output_mask[0] || call.parameters() != 0) call.run();
   return {grad_input, call.gradients[0], call.gradients[1]};
@@ -393,7 +400,9 @@ void Cpu::add_forward_rows(const Norm& norm, const AddInputs& in, const Tensor& 
   args.cols = sizes.cols;
   args.params = norm.params(accumulation_dtype(residual_dtype));
   args.round_x_hat = rounding_of(norm, residual_out);
-  args.beyond_cache = beyond_cache(2 * (output.nbytes() + residual_out.nbytes()));
+  args.beyond_cache =
+      beyond_cache(rstd.defined() ? 6 : 4, static_cast<int64_t>(residual_out.nbytes()),
+                   sizes.cols * residual_out.element_size());
   const auto kernel =
       norm.centered ? kernels().add_layer_norm_forward[pair] : kernels().add_rms_norm_forward[pair];
   parallel_rows(sizes, output.element_size() + residual_out.element_size(),
@@ -450,9 +459,8 @@ FourTensors Cpu::add_backward_rows(const Norm& norm, const AddBackwardInputs& in
   call.args.cols = sizes.cols;
   call.args.params = norm.params(accumulation_dtype(residual_dtype));
   call.args.round_x_hat = rounding_of(norm, in.residual_out);
-  call.args.beyond_cache =
-      beyond_cache(sizes.rows * sizes.cols *
-                   (in.grad_output.element_size() + 3 * in.residual_out.element_size()));
+  call.args.beyond_cache = beyond_cache(6, static_cast<int64_t>(in.residual_out.nbytes()),
+                                        sizes.cols * in.residual_out.element_size());
   call.run();
   return {std::move(grad_input), std::move(grad_residual), std::move(call.gradients[0]),
           std::move(call.gradients[1])};

@@ -229,6 +229,11 @@ TEST(RowKernels, SixteenBitConversions) {
         EXPECT_EQ(rounded[0], i % 2 == 0 ? i : i + 1);
         EXPECT_EQ(rounded[1], i);
         EXPECT_EQ(rounded[2], i + 1);
+        const double negative[3] = {-half, -std::nextafter(half, low), -std::nextafter(half, high)};
+        table->reduce[0](negative, 1, 3, dtype, rounded, 0, 3);
+        EXPECT_EQ(rounded[0], 0x8000 | (i % 2 == 0 ? i : i + 1));
+        EXPECT_EQ(rounded[1], 0x8000 | i);
+        EXPECT_EQ(rounded[2], 0x8000 | (i + 1));
       }
     }
   }
@@ -264,6 +269,19 @@ TEST(RowKernels, SixteenBitStores) {
       for (int64_t i = 0; i < cols; ++i) {
         EXPECT_EQ(y[i] & 0x7fff, expected[i] & 0x7fff) << table->name << " " << weight[i];
       }
+    }
+  }
+}
+
+// What underflows in fp32 is rounded to the zero of its sign, not to something beside it.
+TEST(RowKernels, TinySumsBecomeZeros) {
+  for (const KernelTable* table : tables()) {
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+      const double values[2] = {0x1p-200, -0x1p-200};
+      uint16_t out[2];
+      table->reduce[0](values, 1, 2, dtype, out, 0, 2);
+      EXPECT_EQ(out[0], 0);
+      EXPECT_EQ(out[1], 0x8000);
     }
   }
 }

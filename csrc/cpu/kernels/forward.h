@@ -68,18 +68,31 @@ struct NoWeight {
 // sums, the root) is hidden behind the others (256 x 768 bf16: 5.9 us a MB, 4.8 so).
 constexpr int kBlockRows = 4;
 
-/// The rows that come after those at hand, to be read into cache early; null: not.
-template <class T>
+/// The rows that come after those at hand, to be read into cache early; null: not. (8192 x 4096
+/// bf16 forward: 6.3 ms without this and Touch, 4.9 with; 16384 x 768 bf16 backward: 3.8 and 2.2.)
+template <class T, int kRows>
 struct NextRows {
-  const T* data[kBlockRows] = {};
+  const T* data[kRows] = {};
 
-  bool any() const { return data[0] != nullptr; }
-  void read(int64_t begin, int64_t end) const {
-    if (!any()) return;
+  FN_INLINE bool any() const { return data[0] != nullptr; }
+  FN_INLINE void read(int64_t begin, int64_t end) const {
     constexpr int64_t kLine = kCacheLine / sizeof(T);
     for (int64_t i = begin; i < end; i += kLine) {
-      for (int r = 0; r < kBlockRows; ++r) __builtin_prefetch(data[r] + i);
+      for (int r = 0; r < kRows; ++r) __builtin_prefetch(data[r] + i);
     }
+  }
+};
+
+/// Rows of two tensors, both asked for early.
+template <class T, class R, int kRows>
+struct NextPairs {
+  NextRows<T, kRows> first;
+  NextRows<R, kRows> second;
+
+  FN_INLINE bool any() const { return first.any(); }
+  FN_INLINE void read(int64_t begin, int64_t end) const {
+    first.read(begin, end);
+    second.read(begin, end);
   }
 };
 
@@ -87,13 +100,16 @@ struct NextRows {
 /// in the sweep's own loop, or only testing whether to ask, cost 8 % where everything is in cache.
 template <class T, class Next, class Body>
 FN_INLINE void for_columns_with_next(int64_t begin, int64_t end, const Next& next, Body body) {
-  constexpr int64_t kStrip = 256;
-  const int64_t strip = next.any() ? kStrip : end - begin;
-  for (int64_t i = begin; i < end; i += strip) {
-    const int64_t to = i + strip < end ? i + strip : end;
-    next.read(i, to);
-    for_columns<T>(i, to, body);
+  constexpr int64_t kStrip = 2 * kLanes<T>;
+  int64_t i = begin;
+  if (next.any()) {
+    for (; i + kStrip <= end; i += kStrip) {
+      next.read(i, i + kStrip);
+      body(i, Full{});
+      body(i + kLanes<T>, Full{});
+    }
   }
+  for_columns<T>(i, end, body);
 }
 
 /// The outputs of kRows rows.
@@ -138,24 +154,7 @@ struct InputRows {
   FN_INLINE DirectLoad<T> row(int64_t r) const {
     return {static_cast<const T*>(args.input.data) + args.input.offset(r)};
   }
-  FN_INLINE NextRows<T> next(int64_t r) const {
-    NextRows<T> result;
-    for (int k = 0; k < kBlockRows; ++k) result.data[k] = row(r + k).stored;
-    return result;
-  }
-};
-
-/// Rows of two tensors, both asked for early.
-template <class T, class R>
-struct NextPairs {
-  NextRows<T> first;
-  NextRows<R> second;
-
-  bool any() const { return first.any(); }
-  void read(int64_t begin, int64_t end) const {
-    first.read(begin, end);
-    second.read(begin, end);
-  }
+  FN_INLINE NextRows<T, 1> next(int64_t r) const { return {{row(r).stored}}; }
 };
 
 /// Rows of input and residual, to be added.
@@ -171,14 +170,16 @@ struct SumRows {
             static_cast<R*>(add.residual_out) + add.residual_out_rows.offset(r),
             static_cast<acc_of<R>>(add.alpha)};
   }
-  FN_INLINE NextPairs<T, R> next(int64_t r) const {
-    NextPairs<T, R> result;
-    for (int k = 0; k < kBlockRows; ++k) {
-      result.first.data[k] = row(r + k).input;
-      result.second.data[k] = row(r + k).residual;
-    }
-    return result;
+  FN_INLINE NextPairs<T, R, 1> next(int64_t r) const {
+    const auto rows = row(r);
+    return {{{rows.input}}, {{rows.residual}}};
   }
+};
+
+/// Nothing is asked for early.
+struct NoNextRows {
+  FN_INLINE bool any() const { return false; }
+  FN_INLINE void read(int64_t, int64_t) const {}
 };
 
 template <class Statistics, class T, class Rows>
@@ -191,25 +192,34 @@ void forward_rows(const ForwardArgs& args, const Rows& source, int64_t row_begin
     if (args.mean != nullptr) static_cast<acc_t*>(args.mean)[r] = mean;
     if (args.rstd != nullptr) static_cast<acc_t*>(args.rstd)[r] = rstd;
   };
-  const auto one_row = [&](int64_t r, const auto& row) {
+  const auto one_row = [&](int64_t r, const auto& row, const Touch& touch, const auto& next) {
     const R* const x[1] = {row.stored};
     T* const y[1] = {output(r)};
     RowStatistics<acc_t> statistics[1];
     ScaledRow<R> scaled;
-    if (__builtin_expect(row_statistics<Statistics>(row, args.cols, args.params, &statistics[0]),
-                         1) ||
+    if (__builtin_expect(
+            row_statistics<Statistics>(row, args.cols, args.params, &statistics[0], touch), 1) ||
         !scaled_row<Statistics>(x[0], args.cols, args.params, &scaled)) {
-      store_rows<Statistics, 1>(args, x, statistics, y, NextRows<R>{});
+      store_rows<Statistics, 1>(args, x, statistics, y, next);
       save(r, statistics[0].mean, statistics[0].rstd);
     } else {
       const parameter_of<R>* const scaled_x[1] = {scaled.x};
       const RowStatistics<acc_t> scaled_statistics[1] = {scaled.statistics};
-      store_rows<Statistics, 1>(args, scaled_x, scaled_statistics, y, NextRows<R>{});
+      store_rows<Statistics, 1>(args, scaled_x, scaled_statistics, y, NoNextRows{});
       save(r, scaled.mean(), scaled.rstd());
     }
   };
 
   int64_t r = row_begin;
+  if (args.beyond_cache) {
+    // Memory likes few streams: 4096 x 1024 fp32 row by row 0.58 ms, in blocks of four 1.00.
+    for (; r < row_end; ++r) {
+      decltype(source.next(r)) next;
+      if (r + 1 < row_end) next = source.next(r + 1);
+      one_row(r, source.row(r), Touch{reinterpret_cast<char*>(output(r)), sizeof(T)}, next);
+    }
+    return;
+  }
   for (; r + kBlockRows <= row_end; r += kBlockRows) {
     const R* x[kBlockRows];
     T* y[kBlockRows];
@@ -219,20 +229,18 @@ void forward_rows(const ForwardArgs& args, const Rows& source, int64_t row_begin
       const auto row = source.row(r + k);
       x[k] = row.stored;
       y[k] = output(r + k);
-      Touch touch;
-      if (args.beyond_cache) touch = {reinterpret_cast<char*>(y[k]), sizeof(T)};
-      ordinary &= row_statistics<Statistics>(row, args.cols, args.params, &statistics[k], touch);
+      ordinary &= row_statistics<Statistics>(row, args.cols, args.params, &statistics[k]);
     }
     if (__builtin_expect(!ordinary, 0)) {
-      for (int k = 0; k < kBlockRows; ++k) one_row(r + k, source.row(r + k).after());
+      for (int k = 0; k < kBlockRows; ++k) {
+        one_row(r + k, source.row(r + k).after(), Touch{}, NoNextRows{});
+      }
       continue;
     }
-    decltype(source.next(r)) next;
-    if (args.beyond_cache && r + 2 * kBlockRows <= row_end) next = source.next(r + kBlockRows);
-    store_rows<Statistics, kBlockRows>(args, x, statistics, y, next);
+    store_rows<Statistics, kBlockRows>(args, x, statistics, y, NoNextRows{});
     for (int k = 0; k < kBlockRows; ++k) save(r + k, statistics[k].mean, statistics[k].rstd);
   }
-  for (; r < row_end; ++r) one_row(r, source.row(r));
+  for (; r < row_end; ++r) one_row(r, source.row(r), Touch{}, NoNextRows{});
 }
 
 template <class Statistics, class T>

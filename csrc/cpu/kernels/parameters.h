@@ -50,18 +50,25 @@ void convert(DType from, const void* in, double offset, void* out, int64_t count
   }
 }
 
+/// fp32 rounded to odd, from which rounding to 16 bits gives what rounding the double once does.
+/// Without branches, so that a loop over it is made of vectors.
+FN_INLINE float rounded_to_odd(double value) {
+  const float nearest = static_cast<float>(value);
+  const double error = value - static_cast<double>(nearest);  // NaN where there is nothing to mend
+  const uint32_t bits = float_to_bits(nearest);
+  const uint32_t inexact = static_cast<uint32_t>(error < 0 || error > 0);
+  const uint32_t even = ~bits & 1u;
+  // Towards the value: one down in magnitude where nearest lies beyond it.
+  const uint32_t beyond = static_cast<uint32_t>((error < 0) != (bits >> 31 == 1u));
+  const uint32_t finite = static_cast<uint32_t>((bits & 0x7f800000u) != 0x7f800000u);
+  return bits_to_float(bits + (inexact & even & finite) * (1u - 2u * beyond));
+}
+
 FN_INLINE void put(double value, double* out) { *out = value; }
 FN_INLINE void put(double value, float* out) { *out = static_cast<float>(value); }
-/// To 16 bits by way of fp32 rounded to odd, so that rounding twice gives what rounding once does.
 template <class T>
 FN_INLINE void put(double value, T* out) {
-  float nearest = static_cast<float>(value);
-  uint32_t bits = float_to_bits(nearest);
-  if (static_cast<double>(nearest) != value && nearest - nearest == 0 && (bits & 1u) == 0) {
-    const bool away = __builtin_fabs(static_cast<double>(nearest)) > __builtin_fabs(value);
-    bits = away ? bits - 1 : bits + 1;
-  }
-  from_float(bits_to_float(bits), out);
+  from_float(rounded_to_odd(value), out);
 }
 
 template <class Row, class T>
@@ -77,8 +84,19 @@ void reduce_to(const void* partials, int64_t count, int64_t stride, void* out, i
     for (int64_t p = 0; p < count; ++p) {
       for (int64_t k = 0; k < slots; ++k) sums[k] += from[p * stride + c + k];
     }
-    for (int64_t k = 0; k < width; ++k) {
-      put(sums[parameter_slot<Row>(k)], static_cast<T*>(out) + c + k);
+    T* const to = static_cast<T*>(out) + c;
+    if constexpr (__is_same(T, double)) {
+      for (int64_t k = 0; k < width; ++k) to[k] = sums[parameter_slot<Row>(k)];
+    } else {
+      float rounded[kStrip];
+      for (int64_t k = 0; k < kStrip; ++k) {
+        rounded[k] = __is_same(T, float) ? static_cast<float>(sums[k]) : rounded_to_odd(sums[k]);
+      }
+      float in_order[kStrip];
+      for (int64_t k = 0; k < kStrip; ++k) in_order[k] = rounded[parameter_slot<Row>(k)];
+      for_columns<T>(width, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
+        store(to + i, load(in_order + i, part), part);
+      });
     }
   }
 }

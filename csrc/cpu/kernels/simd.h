@@ -276,7 +276,8 @@ FN_INLINE u16v narrow(f32v a, bfloat16) {
   return __builtin_convertvector(chosen >> 16, u16v);
 }
 
-// Partial vectors go through the stack, element by element: nothing is read or written beyond n.
+// Partial vectors go through the stack, element by element, unless the machine has masks: nothing
+// is read or written beyond n.
 template <class S, class V>
 FN_INLINE V load_raw(const S* p, int n) {
   S lanes[sizeof(V) / sizeof(S)] = {};
@@ -323,9 +324,32 @@ template <class T>
 FN_INLINE f32v load(const T* p) {
   return widen(load_full<u16v>(p), T{});
 }
+#if defined(FUSEDNORM_AVX2)
+// n elements of 16 bits: pairs of them by mask, and the odd one by itself (4096 x 33 bf16: 236 us
+// by way of the stack).
+FN_INLINE __m256i load_halves(const void* p, int n) {
+  const __m256i pairs = _mm256_maskload_epi32(static_cast<const int*>(p), first_words(n / 2));
+  if (n % 2 == 0) return pairs;
+  const __m256i last = _mm256_set1_epi32(static_cast<const uint16_t*>(p)[n - 1]);
+  const __m256i there =
+      _mm256_cmpeq_epi32(_mm256_set1_epi32(n / 2), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  return _mm256_or_si256(pairs, _mm256_and_si256(last, there));
+}
+FN_INLINE void store_halves(void* p, __m256i a, int n) {
+  _mm256_maskstore_epi32(static_cast<int*>(p), first_words(n / 2), a);
+  if (n % 2 == 0) return;
+  const __m256i last = _mm256_permutevar8x32_epi32(a, _mm256_set1_epi32(n / 2));
+  static_cast<uint16_t*>(p)[n - 1] = static_cast<uint16_t>(_mm256_cvtsi256_si32(last));
+}
+#endif
+
 template <class T>
 FN_INLINE f32v load(const T* p, int n) {
+#if defined(FUSEDNORM_AVX2)
+  return widen((u16v)_mm256_castsi256_si128(load_halves(p, n)), T{});
+#else
   return widen(load_raw<T, u16v>(p, n), T{});
+#endif
 }
 template <class T>
 FN_INLINE void store(T* p, f32v a) {
@@ -334,7 +358,11 @@ FN_INLINE void store(T* p, f32v a) {
 }
 template <class T>
 FN_INLINE void store(T* p, f32v a, int n) {
+#if defined(FUSEDNORM_AVX2)
+  store_halves(p, _mm256_castsi128_si256((__m128i)narrow(a, T{})), n);
+#else
   store_raw(p, narrow(a, T{}), n);
+#endif
 }
 template <class T>
 FN_INLINE f32v round_to(f32v a) {
@@ -393,11 +421,16 @@ FN_INLINE f32x2 split_pairs(f32v low, f32v high) {
 }
 #else
 FN_INLINE u32v load_words(const void* p) { return load_full<u32v>(p); }
+FN_INLINE void store_words(void* p, u32v a) { __builtin_memcpy(p, &a, sizeof(a)); }
+#if defined(FUSEDNORM_AVX2)
+FN_INLINE u32v load_words(const void* p, int n) { return (u32v)load_halves(p, n); }
+FN_INLINE void store_words(void* p, u32v a, int n) { store_halves(p, (__m256i)a, n); }
+#else
 FN_INLINE u32v load_words(const void* p, int n) {
   return load_raw<uint16_t, u32v>(static_cast<const uint16_t*>(p), n);
 }
-FN_INLINE void store_words(void* p, u32v a) { __builtin_memcpy(p, &a, sizeof(a)); }
 FN_INLINE void store_words(void* p, u32v a, int n) { store_raw(static_cast<uint16_t*>(p), a, n); }
+#endif
 FN_INLINE f32x2 split_pairs(f32v low, f32v high) {
   f32x2 result{};
   constexpr int kHalf = kLanes<float> / 2;
