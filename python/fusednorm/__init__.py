@@ -11,12 +11,14 @@ from fusednorm import functional
 from fusednorm._load import build_info, cmake_prefix_path, library_path
 from fusednorm.decompositions import decompositions
 from fusednorm.modules import LayerNorm, RMSNorm
+from fusednorm.monitor import NormMonitor
 from fusednorm.plans import explain
 
 __version__: str = _load.VERSION
 
 __all__ = [
     "LayerNorm",
+    "NormMonitor",
     "RMSNorm",
     "build_info",
     "cmake_prefix_path",
