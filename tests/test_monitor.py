@@ -64,7 +64,7 @@ def _train(model: nn.Module, steps: int, run: Callable[..., Tensor] | None = Non
     torch.manual_seed(5)
     for step in range(steps):
         optimizer.zero_grad()
-        loss = (run or model)(_batch(step, dtype=dtype)).float().square().mean()
+        loss = (model if run is None else run)(_batch(step, dtype=dtype)).float().square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -349,23 +349,38 @@ def test_a_checkpoint_around_the_model_counts_once(use_reentrant: bool) -> None:
         _assert_same(monitors[1].report()[0], monitors[0].report()[0])
 
 
+class Straight(nn.Module):
+    """The same without a loop: torch breaks the graph at each norm, where it gives a loop up as a whole."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.e(self.d(self.c(self.b(self.a(x)))))
+        return y
+
+
+@pytest.mark.parametrize("shape", [nn.Sequential, Straight])
 @pytest.mark.parametrize("outside", [False, True], ids=["the model", "the compiled model"])
-def test_compiled_models(outside: bool) -> None:
+def test_compiled_models(outside: bool, shape: Callable[..., nn.Module]) -> None:
     plain = _model()
-    expected = NormMonitor(plain, every=2)
-    losses = _train(plain, 3)
+    expected = NormMonitor(plain, every=3)
+    losses = _train(plain, 6)
     torch._dynamo.reset()
     model = _model()
+    model = model if shape is nn.Sequential else shape(model)
     compiled: Any = torch.compile(model, backend="aot_eager")
-    monitor = NormMonitor(compiled if outside else model, every=2)
-    assert _train(model, 3, compiled) == losses
+    monitor = NormMonitor(compiled if outside else model, every=3)
+    assert _train(model, 6, compiled) == losses
+    assert monitor.steps == 6
     for found, right in zip(monitor.report(), expected.report(), strict=True):
         _assert_same(found, right)
     monitor.remove()
     before = monitor.report()
-    compiled(_batch(0)).mean().backward()  # the compiled code still calls the hooks
+    compiled(_batch(0)).mean().backward()
     _assert_same(monitor.report()[0], before[0])
-    assert monitor.steps == 3
+    assert monitor.steps == 6
 
 
 def test_a_whole_graph_is_refused_by_torch() -> None:
@@ -392,6 +407,15 @@ def test_only_training_is_observed() -> None:
     model[1].eval()  # frozen inside a model that trains: still the training's input
     model(_batch(0))
     assert monitor.steps == 1 and all(report.seen for report in monitor.report())
+
+
+def test_norms_have_hooks_in_observed_steps_alone() -> None:
+    """What fuses a norm with its neighbours asks for hooks."""
+    model, hooks = _model(), []
+    NormMonitor(model, every=3)
+    model[2].register_forward_hook(lambda module, *_: hooks.append(len(module.norm._forward_hooks)))
+    _train(model, 7)
+    assert hooks == [1, 0, 0, 1, 0, 0, 1]
 
 
 def test_evaluation_between_forward_and_backward() -> None:

@@ -80,13 +80,14 @@ class NormMonitor:
     (gradient accumulation), say ``manual_steps=True`` and call :meth:`step` after each optimizer step. A
     forward pass that is repeated in backward (``torch.utils.checkpoint``, either kind) counts once.
 
-    **Training is not changed**: the loss has the same bits, and no graph is kept alive. A copy or a pickle
-    of the model is not watched. In data-parallel training each process sees its own part of the batch.
+    **Training is not changed**: the loss has the same bits, and no graph is kept alive. Norms have hooks in
+    observed steps alone. A copy or a pickle of the model is not watched. In data-parallel training each
+    process sees its own part of the batch.
 
-    **torch.compile**: make the monitor before the first compiled call, for torch looks at hooks once. Its
-    hooks are ordinary Python, so each norm breaks the graph, in steps that are not observed too and after
-    :meth:`remove`, until the model is compiled anew; with ``fullgraph=True`` torch raises an error. CUDA
-    graphs replay no hooks: norms inside one stay unseen.
+    **torch.compile**: make the monitor before the first compiled call, for torch looks at hooks once. They
+    are ordinary Python, so each norm breaks the graph, in steps that are not observed too and after
+    :meth:`remove`, until the model is compiled anew (other graphs may round differently); ``fullgraph=True``
+    is an error of torch's. CUDA graphs replay no hooks: norms inside one stay unseen.
 
     Args:
         model: the module that training calls.
@@ -128,12 +129,26 @@ class NormMonitor:
         self._step = 0 if manual_steps else -1
         self._observing = manual_steps
         self._inside = False  # a training forward of the model
-        # The model's own hook comes last: where the model is a norm itself, that is seen before.
+        self._norm_handles: list[Any] = []
+        self._install()
         self._handles: list[Any] = [
-            w.module.register_forward_hook(_Hook(self._see, w), with_kwargs=True) for w in self._watched
+            model.register_forward_pre_hook(_Hook(self._enter)),
+            model.register_forward_hook(_Hook(self._leave), always_call=True),
         ]
-        self._handles.append(model.register_forward_pre_hook(_Hook(self._enter)))
-        self._handles.append(model.register_forward_hook(_Hook(self._leave), always_call=True))
+
+    def _install(self) -> None:
+        """The norms have hooks in observed steps alone: in the others they cost nothing and may be fused."""
+        if not self._norm_handles:
+            # Ahead of the model's own hook, where the model is a norm itself.
+            self._norm_handles = [
+                w.module.register_forward_hook(_Hook(self._see, w), with_kwargs=True, prepend=True)
+                for w in self._watched
+            ]
+
+    def _uninstall(self) -> None:
+        for handle in self._norm_handles:
+            handle.remove()
+        self._norm_handles = []
 
     def _find(self, also: tuple[type[nn.Module], ...]) -> list[Watched]:
         found: list[Watched] = []
@@ -166,6 +181,9 @@ class NormMonitor:
         self._observing = self._step % self.every == 0
         if self._observing:
             self._close()
+            self._install()
+        else:
+            self._uninstall()
 
     def _close(self) -> None:
         # Not as the step ends: the backward pass may come after the next step's forward pass.
@@ -175,7 +193,7 @@ class NormMonitor:
             watched.close()
 
     def _enter(self, *_: Any) -> None:
-        if self._handles and not _in_backward():  # compiled code calls hooks that were removed
+        if self._handles and not _in_backward():  # compiled code may call a hook that was removed
             self._inside = (
                 self.model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
             )
@@ -259,6 +277,7 @@ class NormMonitor:
 
     def remove(self) -> None:
         """Takes the hooks off the model; what was seen can still be read. Further calls do nothing."""
+        self._uninstall()
         for handle in self._handles:
             handle.remove()
         for watched in self._watched:
