@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -409,6 +410,14 @@ def test_only_training_is_observed() -> None:
     assert monitor.steps == 1 and all(report.seen for report in monitor.report())
 
 
+def test_a_model_that_is_a_norm() -> None:
+    norm = nn.LayerNorm(DIM)
+    monitor = NormMonitor(norm, every=2)
+    for step in range(5):
+        norm(_batch(step))
+    assert monitor.report()[0].series["step"] == [0, 2, 4]
+
+
 def test_norms_have_hooks_in_observed_steps_alone() -> None:
     """What fuses a norm with its neighbours asks for hooks."""
     model, hooks = _model(), []
@@ -551,6 +560,11 @@ def test_norms_of_this_package_by_name() -> None:
             return y
 
     @_ours
+    class GroupNorm(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.group_norm(input, 2)
+
+    @_ours
     class ScaleNorm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -562,24 +576,25 @@ def test_norms_of_this_package_by_name() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.columns, self.scale = BatchNorm(4), ScaleNorm()
+            self.columns, self.scale, self.group = BatchNorm(4), ScaleNorm(), GroupNorm()
             self.adaptive, self.add = AdaptiveNorm(nn.LayerNorm(4)), AddLayerNorm(4)
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            h = self.adaptive(self.scale(self.columns(self.columns(x), mask=mask)))
+            h = self.adaptive(self.group(self.scale(self.columns(self.columns(x), mask=mask))))
             y, self.total = self.add(h, x)
             return y.sin() + self.total
 
     model, x = Model(), torch.randn(4, 6, 4)
     monitor = NormMonitor(model, every=1)
     mask = torch.rand(4, 6) < 0.6
-    with _recording(model.columns) as inputs:
+    with _recording(model.columns) as inputs, _recording(model.group) as grouped:
         y = model(x, mask)
     model.total.retain_grad()
     y.square().sum().backward()
-    columns, scale, adaptive, add = monitor.report()
-    assert [r.name for r in monitor.report()] == ["columns", "scale", "adaptive", "add"]
+    columns, scale, group, adaptive, add = monitor.report()
+    assert [r.name for r in monitor.report()] == ["columns", "scale", "group", "adaptive", "add"]
     _assert_statistics(columns, torch.cat([inputs[0].flatten(0, 1), inputs[1][mask]]))
+    _assert_statistics(group, grouped[0].transpose(1, 2).flatten(0, 1))
     assert scale.last("weight_norm") == 3 and scale.last("weight_grad_norm") > 0
     assert adaptive.seen and math.isnan(adaptive.last("weight_norm"))
     _assert_statistics(add, model.total.detach().flatten(0, 1))
@@ -665,7 +680,9 @@ def test_an_input_that_changes_its_width() -> None:
 def test_copies_are_not_watched(tmp_path: Path) -> None:
     model = _model()
     plain = list(model.state_dict())
-    monitor = NormMonitor(model, every=1)
+    writer = _Writer()
+    writer.lock = threading.Lock()  # cannot be copied: nor is the monitor
+    monitor = NormMonitor(model, every=1, writer=writer)
     assert list(model.state_dict()) == plain
     _train(model, 1)
     before = monitor.report()
@@ -699,12 +716,13 @@ class _Writer:
         self.scalars: dict[str, dict[int, float]] = {}
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        assert isinstance(value, (int, float)) and isinstance(step, int)
+        assert isinstance(value, (int, float)) and not math.isnan(value) and isinstance(step, int)
         self.scalars.setdefault(tag, {})[step] = value
 
 
 def test_scalars() -> None:
     writer, model = _Writer(), _model()
+    model[2].norm.weight = None
     with _recording(model[1].norm) as inputs, NormMonitor(model, every=2, writer=writer) as monitor:
         _train(model, 3)
         assert list(writer.scalars["norms/1.norm/weight_norm"]) == [0]  # step 2 is not over
@@ -714,6 +732,7 @@ def test_scalars() -> None:
     own = inputs[2].double().flatten(0, -2).std(0, correction=0).median()  # that step's alone
     assert writer.scalars["norms/1.norm/median_std"][2] == pytest.approx(float(own), rel=1e-12)
     assert writer.scalars["norms/1.norm/outliers"] == {0: 0, 2: 0}
+    assert "norms/2.norm/largest" in writer.scalars and "norms/2.norm/weight_norm" not in writer.scalars
 
 
 def test_table_json_and_picture(tmp_path: Path) -> None:

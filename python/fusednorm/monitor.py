@@ -193,7 +193,7 @@ class NormMonitor:
             watched.close()
 
     def _enter(self, *_: Any) -> None:
-        if self._handles and not _in_backward():  # compiled code may call a hook that was removed
+        if not _in_backward():
             self._inside = (
                 self.model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
             )
@@ -219,10 +219,9 @@ class NormMonitor:
         self._hook_weight(watched)
         sample, graph = watched.sample, torch.is_grad_enabled()
         if not recomputing and not graph:
-            sample.without_graph += 1  # reentrant checkpointing: the graph comes with the recomputation
-        elif source.requires_grad and graph and (not recomputing or sample.without_graph > 0):
+            sample.graph_follows = True  # reentrant checkpointing: with the recomputation
+        elif source.requires_grad and graph and (not recomputing or sample.graph_follows):
             source.register_hook(sample.see_gradient)  # type: ignore[no-untyped-call]
-            sample.without_graph -= recomputing
         if not recomputing and source.numel() > 0:
             # Selective checkpointing replays what operators it sees: it must not see these.
             with torch.no_grad(), _disable_current_modes():

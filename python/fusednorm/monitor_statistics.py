@@ -90,7 +90,7 @@ class Sample:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.without_graph = 0  # forward passes that are to be repeated with a graph
+        self.graph_follows = False  # the forward pass had none, and is to be repeated
         self.columns: ColumnStatistics | None = None
         self.weight_norm: Tensor | None = None
         self.weight_grad_norm: Tensor | None = None
