@@ -125,6 +125,26 @@ def test_every_variant_trains(variant: Variant) -> None:
     assert torch.equal(own, theirs) == (variant.placement != "deep")
 
 
+@pytest.mark.parametrize("variant", PRESENT, ids=lambda variant: variant.name)
+def test_the_monitor_changes_no_bits(variant: Variant) -> None:
+    """Whatever the norm keeps from step to step, and whether or not a placement fuses it with a sum."""
+    losses: list[list[float]] = []
+    for every in (None, 2):
+        model = variant.build(VOCABULARY, LAYERS, WIDTH)
+        if every is not None:
+            fusednorm.NormMonitor(model, every, also=gallery_variants.residual_classes())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for step in range(4):
+            ids = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1] and len(set(losses[0])) == 4
+
+
 def test_rates() -> None:
     gentle, hard = VARIANTS[1], next(variant for variant in VARIANTS if variant.hard)
     assert gentle.rate(0, 160) == LEARNING_RATE / 40 and gentle.rate(39, 160) < LEARNING_RATE

@@ -74,6 +74,10 @@ class ColumnStatistics:
         """The standard deviation over all values (N in the denominator); NaN where there were none."""
         return (self.squares / self.count).sqrt()
 
+    def largest_of_all(self) -> float:
+        """The largest magnitude in any column; NaN where there were no values."""
+        return float(self.largest.max()) if self.count.any() else math.nan
+
 
 def _merged(first: ColumnStatistics | None, second: ColumnStatistics | None) -> ColumnStatistics | None:
     """Both together, in a new object where both are there."""
@@ -120,9 +124,7 @@ class Sample:
         columns = self.columns
         return {
             "step": self.step,
-            "largest": float(columns.largest.max())
-            if columns is not None and columns.count.any()
-            else math.nan,
+            "largest": math.nan if columns is None else columns.largest_of_all(),
             "weight_norm": number(self.weight_norm),
             "weight_grad_norm": number(self.weight_grad_norm),
             "input_grad_norm": math.sqrt(number(self.input_grad_square)),
@@ -184,9 +186,7 @@ class Watched:
         if self.features == "last":
             x = x.reshape(-1, math.prod(getattr(self.module, "normalized_shape", x.shape[-1:])))
         else:
-            unbatched = getattr(
-                self.module, "_get_no_batch_dim", None
-            )  # torch's InstanceNorm takes [C, L], too
+            unbatched = getattr(self.module, "_get_no_batch_dim", None)  # torch's InstanceNorm: [C, L], too
             channels = 0 if unbatched is not None and unbatched() == x.dim() else 1
             x = x.movedim(channels, -1).flatten(0, -2)
         if self.dims not in (None, x.shape[1]):
