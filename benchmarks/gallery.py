@@ -32,7 +32,7 @@ import machine
 from demo import BATCH, CONTEXT, ROOT, SEED, TAIL, Corpus, Run, positive, read_text, validate
 from gallery_variants import VARIANTS, Variant, residual_classes
 
-EXAMPLE = "LayerNorm"  # whose monitor is shown in full
+EXAMPLE = "LayerNorm"
 OBSERVATIONS = 8  # by the monitor, in a run
 SIZES = {False: {"steps": 160, "layers": 8, "width": 128}, True: {"steps": 24, "layers": 4, "width": 64}}
 
@@ -43,7 +43,8 @@ class Entry:
 
     variant: Variant
     run: Run
-    monitor: fusednorm.NormMonitor
+    monitor: fusednorm.NormMonitor  # of the residual stream, too
+    example: fusednorm.NormMonitor | None  # of the norms alone, to be shown in full
     warmup: Any
 
     @classmethod
@@ -51,10 +52,11 @@ class Entry:
         model = variant.build(len(corpus.alphabet), args.layers, args.width)
         run = Run(variant.name, "fp32", model, torch.optim.AdamW(model.parameters(), fused=True))
         every = max(args.steps // OBSERVATIONS, 1)
+        example = fusednorm.NormMonitor(model, every) if variant.name == EXAMPLE else None
         monitor = fusednorm.NormMonitor(model, every, also=residual_classes())
         steps = max(args.steps // 4, 1)
         warmup = variant.warmup and fusednorm.NormWarmup(model, steps, variant.warmup)
-        return cls(variant, run, monitor, warmup)
+        return cls(variant, run, monitor, example, warmup)
 
     def step(self, batch: tuple[Tensor, Tensor], rate: float) -> None:
         self.run.optimizer.param_groups[0]["lr"] = rate
@@ -67,6 +69,8 @@ class Entry:
     def results(self, corpus: Corpus) -> dict[str, Any]:
         """What came of it; ends the training."""
         self.monitor.remove()
+        if self.example is not None:
+            self.example.remove()
         self.run.model.eval()
         kinds = {kind.__name__ for kind in residual_classes()}
         reports = self.monitor.report()
@@ -178,9 +182,9 @@ def main() -> None:
         "seconds": time.perf_counter() - start,
     }
     for entry in entries:
-        if entry.variant.name == EXAMPLE:
-            entry.monitor.plot(args.out / "monitor.png")
-            (args.out / "monitor.txt").write_text(entry.monitor.table() + "\n", encoding="utf-8")
+        if entry.example is not None:
+            entry.example.plot(args.out / "monitor.png")
+            (args.out / "monitor.txt").write_text(entry.example.table() + "\n", encoding="utf-8")
     gallery_report.plot(results, args.out / "gallery.png")
     (args.out / "gallery.json").write_text(
         json.dumps(finite(results), indent=1, allow_nan=False) + "\n", encoding="utf-8"

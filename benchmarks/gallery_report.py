@@ -125,16 +125,12 @@ def draw_losses(axis: Any, members: list[dict[str, Any]], raw: bool) -> None:
 
 
 def draw_gradients(axis: Any, members: list[dict[str, Any]]) -> None:
+    """In the colours of the losses above."""
     for i, run in enumerate(members):
-        name = run["name"].removeprefix("hard: ")
-        for norms, style, label in (
-            (run["gradient_norms"][0], "--", None),
-            (run["gradient_norms"][-1], "-", name),
-        ):
-            axis.plot(norms, style, color=color(i), linewidth=1.3, label=label)
+        for norms, style in (run["gradient_norms"][0], "--"), (run["gradient_norms"][-1], "-"):
+            axis.plot(norms, style, color=color(i), linewidth=1.3)
     axis.set(xlabel="sublayer, from the input to the output", ylabel="norm of the loss's gradient there")
     axis.set_yscale("log")
-    axis.legend(title="solid: last observation, dashed: step 0", fontsize=8)
 
 
 def draw_stacks(axis: Any, found: list[dict[str, Any]]) -> None:
@@ -160,9 +156,9 @@ def plot(results: dict[str, Any], file: Path) -> None:
         axis.set_ylim(0.95 * min(finite), 1.25 * first)
     for axis, group in zip(axes[1], (NORMS, PLACEMENTS), strict=False):
         draw_gradients(axis, grouped[group])
-        axis.set_title(f"Gradient by depth: {GROUPS[group]}")
+        axis.set_title(f"Gradient by depth: {GROUPS[group]}\ndashed: before training, solid: at the end")
     draw_stacks(axes[1, 2], results["claims"]["deep_gradients"])
-    axes[1, 2].set_title("Gradient by depth: stacks of feed-forward layers F, before training")
+    axes[1, 2].set_title("Gradient by depth: stacks of feed-forward layers F,\nbefore training")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     about, settings = results["machine"], results["settings"]

@@ -65,7 +65,8 @@ def test_two_variants(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "gallery.txt").read_text()
     assert text in ran.stdout and "left out" not in text
-    assert "blocks.0.0.norm" in (tmp_path / "monitor.txt").read_text()
+    monitored = (tmp_path / "monitor.txt").read_text()
+    assert "blocks.0.0.norm  LayerNorm" in monitored and "PreNorm" not in monitored
 
 
 def test_missing_names_are_said() -> None:

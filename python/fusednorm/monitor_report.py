@@ -239,6 +239,7 @@ def plot(reports: list[NormReport], path: str | PathLike[str]) -> None:
         gradients.plot(norms, depths, marker="o", markersize=4, label=f"step {int(step)}")
     gradients.set(title="norm of the loss's gradient at the norm's input", xlabel="gradient norm (log)")
     gradients.set_xscale("log")
+    gradients.tick_params(axis="x", which="both", labelsize=8, labelrotation=45)
     gradients.grid(alpha=0.3)
     gradients.legend()
     figure.savefig(path, dpi=110)
