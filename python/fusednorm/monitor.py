@@ -97,7 +97,7 @@ class NormMonitor:
         also: further classes of modules whose input is watched, as it is when they return, features last:
             norms of your own, or whole blocks for the gradient by depth.
         writer: an object with ``add_scalar(tag, value, step)``, such as TensorBoard's ``SummaryWriter``. An
-            observed step is written when the next one starts, or by :meth:`remove`.
+            observed step is written when the next observed one starts, or by :meth:`remove`.
 
     Raises:
         ValueError: ``every`` or ``outlier_ratio`` out of range, or a model without norms.
