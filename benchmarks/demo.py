@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -54,39 +55,74 @@ SAME = 4.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind its norm and added to what came in."""
+class Attention(nn.Module):
+    """Causal attention; `qk_norm` makes norms of queries and keys, head by head."""
 
-    def __init__(self, norm: Callable[..., nn.Module]) -> None:
+    def __init__(self, width: int, qk_norm: Callable[[int], nn.Module] = lambda _: nn.Identity()) -> None:
         super().__init__()
-        self.norm1, self.norm2 = norm(WIDTH, eps=EPS), norm(WIDTH, eps=EPS)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+        self.q_norm, self.k_norm = qk_norm(width // HEADS), qk_norm(width // HEADS)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1))
+        heads = self.qkv(x).unflatten(-1, (3, HEADS, -1))
         q, k, v = (part.transpose(1, 2) for part in heads.unbind(2))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        mixed = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class PreNorm(nn.Module):
+    """A sublayer behind its norm, added to what came in."""
+
+    def __init__(self, sublayer: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.sublayer, self.norm = sublayer, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.sublayer(self.norm(x))
 
 
 class GPT(nn.Module):
-    """A pre-norm GPT over characters; `norm` is its norms' class."""
+    """A GPT over characters.
 
-    def __init__(self, vocabulary: int, norm: Callable[..., nn.Module]) -> None:
+    `norm` makes its norms, of a width; `place(sublayer, norm)` puts one and its residual around a sublayer;
+    `final` is whether one more stands before the output, as a pre-norm model needs it.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        norm: Callable[[int], nn.Module],
+        place: Callable[[nn.Module, nn.Module], nn.Module] = PreNorm,
+        *,
+        layers: int = LAYERS,
+        width: int = WIDTH,
+        final: bool = True,
+        **attention: Any,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, WIDTH)
-        self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*[Block(norm) for _ in range(LAYERS)])
-        self.norm = norm(WIDTH, eps=EPS)
-        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential()
+        for _ in range(layers):
+            sublayers = Attention(width, **attention), FeedForward(width)
+            self.blocks.append(nn.Sequential(*[place(sublayer, norm(width)) for sublayer in sublayers]))
+        self.norm = norm(width) if final else nn.Identity()
+        self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # leaves the norms as they are; smaller where the residual adds up
                 deep = name.endswith(("proj.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS) if deep else 0.02)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if deep else 0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
@@ -125,7 +161,8 @@ class Run:
     @classmethod
     def start(cls, norm: str, dtype: str, vocabulary: int, device: torch.device) -> "Run":
         torch.manual_seed(SEED)  # norms draw no random numbers: the weights are the same in all models
-        model = GPT(vocabulary, NORMS["nn.RMSNorm" if norm == YARDSTICK else norm]).to(device, DTYPES[dtype])
+        make = partial(NORMS["nn.RMSNorm" if norm == YARDSTICK else norm], eps=EPS)
+        model = GPT(vocabulary, make).to(device, DTYPES[dtype])
         if norm == YARDSTICK:
             with torch.no_grad():
                 weight = model.tokens.weight

@@ -15,6 +15,7 @@ from fusednorm.column_norms import BatchNorm
 from fusednorm.decompositions import decompositions
 from fusednorm.deepnorm import deepnorm_init
 from fusednorm.modules import LayerNorm, RMSNorm
+from fusednorm.monitor import NormMonitor
 from fusednorm.placement import Residual
 from fusednorm.plans import explain
 from fusednorm.power_norm import PowerNorm
@@ -29,6 +30,7 @@ __all__ = [
     "AddRMSNorm",
     "BatchNorm",
     "LayerNorm",
+    "NormMonitor",
     "NormWarmup",
     "PowerNorm",
     "RMSNorm",
