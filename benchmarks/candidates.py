@@ -144,8 +144,11 @@ def _directed(case: Case, function: Norm, inputs: Inputs) -> Run:
 
 
 def in_two_steps(norm: Norm) -> Norm:
-    """The residual add and a norm after it as two operations. Of a wider sum the norm gets a rounded copy:
-    to normalize it as it is and round the output would take longer."""
+    """The residual add and a norm after it as two operations.
+
+    Of an fp32 sum under bf16 the norm gets a rounded copy. With the norm in fp32 and its output rounded, three
+    of the four norms take longer (512x4096: 1.6 to 1.8 ms in place of 1.1 to 1.6); ``F.rms_norm`` alone gains.
+    """
 
     def add_norm(x: Tensor, residual: Tensor, shape: list[int], *rest: Any) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -243,7 +246,9 @@ def check(case: Case, inputs: Inputs, runs: dict[str, Run]) -> dict[str, float]:
             continue
         result = run()
         results = _outputs(result() if callable(result) else result)
-        for what, actual, expected in zip(("output", "sum"), results, (output, *totals), strict=False):
+        for what, actual, expected in zip(
+            ("output", "sum")[: len(made)], results, (output, *totals), strict=True
+        ):
             error = reference.ulps(actual[:CHECK_ROWS], expected)
             if not error * reference.unit(actual.dtype) <= MAX_ERROR_OTHERS:
                 raise RuntimeError(f"{case}: {candidate}'s {what} is off by {error:.0f} ulp")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusednorm
@@ -135,13 +136,21 @@ def test_candidates_of_the_add(
             assert set(found) == set(runs) - {"limit"}
         right = getattr(fusednorm.functional, norm)
 
-        def wrong(*arguments: Any) -> Any:  # the residual's gradient, or the sum
+        def wrong_sum(*arguments: Any) -> Any:
             output, total = right(*arguments)
             return output, total * 1.5
 
-        monkeypatch.setattr(fusednorm.functional, norm, wrong)
+        def wrong_gradient(x: Tensor, residual: Tensor, *arguments: Any) -> Any:
+            output, total = right(x, residual, *arguments)
+            return output, total + (residual - residual.detach())
+
+        monkeypatch.setattr(fusednorm.functional, norm, wrong_sum)
         with pytest.raises(RuntimeError, match="the sum is off"):
             candidates.check(case, inputs, runs)
+        if case.backward:
+            monkeypatch.setattr(fusednorm.functional, norm, wrong_gradient)
+            with pytest.raises(RuntimeError, match="gradient of the residual is off"):
+                candidates.check(case, inputs, runs)
 
 
 @pytest.mark.parametrize(
