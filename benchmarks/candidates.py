@@ -146,8 +146,8 @@ def _directed(case: Case, function: Norm, inputs: Inputs) -> Run:
 def in_two_steps(norm: Norm) -> Norm:
     """The residual add and a norm after it as two operations.
 
-    Of an fp32 sum under bf16 the norm gets a rounded copy. With the norm in fp32 and its output rounded, three
-    of the four norms take longer (512x4096: 1.6 to 1.8 ms in place of 1.1 to 1.6); ``F.rms_norm`` alone gains.
+    Of an fp32 sum under bf16 the norm gets a rounded copy. With the norm in fp32 and its output rounded,
+    three of four norms take longer (512x4096: 1.5 to 1.8 ms in place of 1.1 to 1.6); ``F.rms_norm`` gains.
     """
 
     def add_norm(x: Tensor, residual: Tensor, shape: list[int], *rest: Any) -> tuple[Tensor, Tensor]:

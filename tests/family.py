@@ -31,8 +31,8 @@ class Result:
     """One test as it was run; ``launches`` of CUDA kernels, or None where the CPU's own ran."""
 
     file: str
-    name: str  # without test_ and id
-    words: frozenset[str]
+    name: str  # without test_ and id; empty: the file could not be imported
+    id: str  # of its parameters
     outcome: str  # passed, failed, skipped
     launches: int | None
 
@@ -43,18 +43,17 @@ def read(paths: Iterable[Path]) -> list[Result]:
     for path in paths:
         failed = set()  # an error in teardown is an entry of its own
         for entry in ElementTree.parse(path).iter("testcase"):
-            file = entry.get("classname", "").rpartition(".")[2].removeprefix("test_")
-            name, _, words = entry.get("name", "").partition("[")
+            module, name = entry.get("classname", ""), entry.get("name", "")
+            module, name = (module, name) if module else (name, "")
+            file = module.rpartition(".")[2].removeprefix("test_")
+            name, _, parameters = name.removeprefix("test_").removesuffix("]").partition("[")
             outcomes = {"failure": "failed", "error": "failed", "skipped": "skipped"}
             outcome = next((outcomes[e.tag] for e in entry if e.tag in outcomes), "passed")
             launches = entry.find("properties/property[@name='launches']")
             count = None if launches is None else int(launches.get("value", 0))
             key = file, entry.get("name", ""), count is not None
             failed |= {key} if outcome == "failed" else set()
-            words = frozenset(words.removesuffix("]").split("-"))
-            found[key] = Result(
-                file, name.removeprefix("test_"), words, "failed" if key in failed else outcome, count
-            )
+            found[key] = Result(file, name, parameters, "failed" if key in failed else outcome, count)
     return list(found.values())
 
 
@@ -83,23 +82,24 @@ def cell(selectors: str | None, results: Sequence[Result], tests: Path = TESTS, 
         file, _, word = split(selector)
         names = names_in(selector, tests)
         ran = [r for r in results if r.file == file and r.name in names]
-        here = [r for r in ran if not word or word in r.words]
-        chosen |= dict.fromkeys(r for r in here if (r.launches is not None) == cuda)
-        missing += [selector] if not names or (ran and not here) else []
-        waiting |= bool(names) and not ran
+        meant = [r for r in ran if not word or word in r.id.split("-")]
+        here = [r for r in meant if (r.launches is not None) == cuda]
+        broken = [r for r in results if r.file == file and not r.name and r.outcome == "failed"]
+        chosen |= dict.fromkeys(here + broken)
+        gone = not names or bool(ran and not meant)
+        missing += [selector] * gone
+        waiting |= not gone and not here
     counts = Counter(NO_KERNEL if r.launches == 0 and r.outcome == "passed" else r.outcome for r in chosen)
     parts = [f"{counts[o]} {o}" for o in ("failed", "passed", "skipped") if counts[o]]
     parts += [f"{NO_KERNEL} in {counts[NO_KERNEL]}"] * bool(counts[NO_KERNEL])
-    parts += [NOT_RUN] * (waiting or (not chosen and len(missing) < len(selectors.split())))
+    parts += [NOT_RUN] * waiting
     return ", ".join(parts + [f"{NO_TEST} {selector}" for selector in missing])
 
 
 def table(results: Sequence[Result], rows: Sequence[Row] = ROWS, tests: Path = TESTS) -> str:
     """The table in Markdown."""
-    lines = [
-        "| | made by | values | backward | compile | CUDA kernels on the host | tests |",
-        "|---" * 7 + "|",
-    ]
+    heads = ("", "made by", "values", "backward", "compile", "CUDA kernels on the host", "tests")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in rows:
         cells = [cell(s, results, tests) for s in (row.values, row.backward, row.compiled)]
         cells.append(cell(row.cuda, results, tests, cuda=True))
@@ -115,30 +115,27 @@ def run(columns: Sequence[str], path: Path, simt: str | None) -> Path:
     nodes = dict.fromkeys(f"{TESTS}/test_{split(s)[0]}.py::test_{n}" for s in selectors for n in names_in(s))
     environment = {k: v for k, v in os.environ.items() if k != "FUSEDNORM_SIMT_LIBRARY"}
     environment |= {"FUSEDNORM_SIMT_LIBRARY": simt} if simt else {}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={path}", *nodes]
-    subprocess.run(
-        command, cwd=TESTS.parent, env=environment, stdout=sys.stderr
-    )  # its failures are in the file
+    options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={path}"]
+    command = [sys.executable, "-m", "pytest", *options, *nodes]
+    status = subprocess.run(command, cwd=TESTS.parent, env=environment, stdout=sys.stderr).returncode
+    if status not in (0, 1):  # failures are in the file
+        sys.exit(f"pytest ended with status {status}: no table")
     return path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "results", nargs="*", type=Path, help="junit files of earlier runs; none: run the tests"
-    )
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("results", nargs="*", type=Path, help="junit files; none: run the tests")
     parser.add_argument("--simt", default=os.environ.get("FUSEDNORM_SIMT_LIBRARY"), metavar="LIBRARY")
     parser.add_argument("--folder", type=Path, default=TESTS.parent / "build/family", help="for the results")
     args = parser.parse_args(arguments)
     if not args.results:
         args.folder.mkdir(parents=True, exist_ok=True)
-        args.results = [run(("values", "backward", "compiled"), args.folder.resolve() / "cpu.xml", None)]
+        folder = args.folder.resolve()
+        args.results = [run(("values", "backward", "compiled"), folder / "cpu.xml", None)]
         if args.simt:
-            args.results.append(
-                run(("cuda",), args.folder.resolve() / "simt.xml", str(Path(args.simt).resolve()))
-            )
+            args.results.append(run(("cuda",), folder / "simt.xml", str(Path(args.simt).resolve())))
     text = table(read(args.results))
     print(text)
     return int("failed" in text or NO_TEST in text)
