@@ -37,7 +37,7 @@ MODULE_DIRECTIONS: tuple[str, ...] = (MODULE_FORWARD, MODULE_FORWARD_BACKWARD)
 # Rows x columns. The bars of speed are for these four; only here is torch.compile worth its time.
 BAR_SHAPES: tuple[Shape, ...] = ((256, 768), (2048, 768), (512, 4096), (32, 65536))
 BIG_SHAPE: Shape = (8192, 4096)  # no cache holds it
-ADD_BAR_SHAPES: tuple[Shape, ...] = ((2048, 768), (512, 4096))  # the same two of the add
+ADD_BAR_SHAPES: tuple[Shape, ...] = ((2048, 768), (512, 4096))  # where the residual add has its bars
 SMALL_SHAPES: tuple[Shape, ...] = ((1, 64), (1, 768), (1, 4096), (8, 768), (8, 4096))
 OTHER_SHAPES: tuple[Shape, ...] = ((1, 65536), (64, 768), (100000, 32))
 WIDTH_ROWS = 4096
