@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shapes import (
+    ADD_BAR_SHAPES,
+    ADD_TITLES,
     BACKWARD,
     BAR_SHAPES,
     BIG_SHAPE,
@@ -100,6 +102,10 @@ def _label(result: Result) -> str:
     return str(case_of(result)) + ", disturbed" * is_noisy(result)
 
 
+def _l3_bytes(machine: dict[str, Any]) -> int:
+    return machine["l3_bytes"] or 32 << 20
+
+
 def _plain(results: Iterable[Result]) -> list[Result]:
     """The machine's own instruction set and kept memory."""
     return [r for r in results if not case_of(r).isa and case_of(r).memory == KEPT]
@@ -145,7 +151,7 @@ def speed_bars(results: Sequence[Result]) -> list[Bar]:
 
 def limit_bars(results: Sequence[Result], machine: dict[str, Any]) -> list[Bar]:
     """Beside an operation that moves the same bytes, in cache and out of it by the bytes of all tensors."""
-    l3 = machine["l3_bytes"] or 32 << 20
+    l3 = _l3_bytes(machine)
     plain = [r for r in _plain(results) if "limit" in r["ms"] and r["norm"] in NORM_TITLES]
     tiny = [r for r in plain if r["cols"] < FROM_COLUMNS or least_bytes(case_of(r)) < LEAST_LIMIT_BYTES]
     plain = [r for r in plain if r not in tiny]
@@ -179,6 +185,23 @@ def limit_bars(results: Sequence[Result], machine: dict[str, Any]) -> list[Bar]:
     if machine["huge_pages"] != "madvise":
         bar = Bar(bar.name, bar.bar, f"huge pages: {machine['huge_pages']}; {bar.measured}", NOT_APPLICABLE)
     return [*bars, bar]
+
+
+def add_bars(results: Sequence[Result], machine: dict[str, Any]) -> list[Bar]:
+    """The residual add beside our own two steps, the best of eager and compile, and two clones."""
+    plain, dtypes, bars = _plain(results), ("fp32", "bf16"), []
+    here = [r for r in plain if case_of(r).shape in ADD_BAR_SHAPES]
+    for norm, title in ADD_TITLES.items():
+        forward = _pick(here, norm=[norm], direction=[FORWARD], dtype=dtypes)
+        both = _pick(here, norm=[norm], direction=[FORWARD_BACKWARD], dtype=dtypes)
+        unfused = _ratios(forward, lambda r: ratio(r, "unfused"))
+        bars.append(worst_of(f"{title} forward, of our two steps", 0.60, unfused))
+        bars.append(worst_of(f"{title} forward, of best other", 0.50, _ratios(forward, over_best)))
+        bars.append(worst_of(f"{title} fwd+bwd, of best other", 0.50, _ratios(both, over_best)))
+    big = _pick(plain, norm=ADD_TITLES, direction=[FORWARD], dtype=dtypes)
+    big = [r for r in big if least_bytes(case_of(r)) > 2 * _l3_bytes(machine)]
+    bars.append(worst_of("add+norm forward out of cache, of two clones", 1.50, _ratios(big, _over_limit)))
+    return bars
 
 
 def small_bars(results: Sequence[Result], cpp: Sequence[Result]) -> list[Bar]:
@@ -280,6 +303,7 @@ def all_bars(run: dict[str, Any]) -> list[Bar]:
     return [
         *speed_bars(results),
         *limit_bars(results, machine),
+        *add_bars(results, machine),
         *small_bars(results, run.get("small_calls_cpp", [])),
         *sweep_bars(results),
         *width_bars(results),

@@ -1,10 +1,13 @@
-"""What a case times: ours, torch eager, torch.compile, ONNX Runtime, the limit; and the check before it."""
+"""What a case times: ours, torch eager, torch.compile, ONNX Runtime, the limit; and the check before it.
+
+Of the residual add, also ours in two steps: torch's add and our norm.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +17,8 @@ from torch import Tensor, nn
 
 import fusednorm
 from shapes import (
-    ADD_LAYER_NORM,
+    ADD_TITLES,
     BACKWARD,
-    DTYPES,
     FORWARD,
     MODULE_DIRECTIONS,
     NORM_PARAMETERS,
@@ -35,58 +37,76 @@ MAX_ULPS = 4.0
 MAX_ERROR_OTHERS = 0.02
 
 Run = Callable[[], Any]
-Norm = Callable[..., Tensor]
+Norm = Callable[..., Any]
 
 
 class Inputs(NamedTuple):
     """What one case computes on. The parameters are of x's dtype, as in a model cast as a whole."""
 
     x: Tensor
-    other: Tensor  # the incoming gradient, or the residual that is added
+    grad: Tensor
     parameters: tuple[Tensor, ...]
+    residual: tuple[Tensor, ...] = ()  # of the add alone: the residual,
+    grad_sum: tuple[Tensor, ...] = ()  # and the gradient that the sum gets from elsewhere
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What a backward takes the gradients of."""
+        return self.x, *self.residual, *self.parameters
+
+    @property
+    def grads(self) -> tuple[Tensor, ...]:
+        """A gradient for each output."""
+        return self.grad, *self.grad_sum
 
     def head(self, rows: int) -> Inputs:
         """The first rows alone, apart from this one's autograd graph."""
+
+        def leaves(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(t.detach()[:rows].requires_grad_() for t in tensors)
+
         parameters = tuple(p.detach().requires_grad_() for p in self.parameters)
-        return Inputs(self.x.detach()[:rows].requires_grad_(), self.other[:rows], parameters)
+        grad_sum = tuple(g[:rows] for g in self.grad_sum)
+        return Inputs(*leaves([self.x]), self.grad[:rows], parameters, leaves(self.residual), grad_sum)
 
 
 @functools.lru_cache(maxsize=1)
-def make_inputs(norm: str, rows: int, cols: int, dtype: str) -> Inputs:
+def make_inputs(norm: str, rows: int, cols: int, dtype: torch.dtype, residual_dtype: torch.dtype) -> Inputs:
     """Normal inputs from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(DTYPES[dtype])
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
 
     parameters = tuple(normal(cols).requires_grad_() for _ in range(NORM_PARAMETERS[norm]))
-    return Inputs(normal(rows, cols).requires_grad_(), normal(rows, cols), parameters)
+    found = Inputs(normal(rows, cols).requires_grad_(), normal(rows, cols), parameters)
+    if norm not in ADD_TITLES:
+        return found
+    residual, grad_sum = (normal(rows, cols, dtype=residual_dtype) for _ in range(2))
+    return found._replace(residual=(residual.requires_grad_(),), grad_sum=(grad_sum,))
 
 
-def forward_run(norm: str, function: Norm, inputs: Inputs) -> Run:
-    """A call that gives the output. The caller sets the grad mode."""
-    x, other, parameters = inputs
-    shape = list(x.shape[-1:])
-    if norm == ADD_LAYER_NORM:
-        return lambda: function(x + other, shape, *parameters, EPS)
-    return lambda: function(x, shape, *parameters, EPS)
+def forward_run(function: Norm, inputs: Inputs) -> Run:
+    """A call that gives the output, or output and sum. The caller sets the grad mode."""
+    tensors, shape, parameters = (inputs.x, *inputs.residual), list(inputs.x.shape[-1:]), inputs.parameters
+    return lambda: function(*tensors, shape, *parameters, EPS)
 
 
 def gradients_run(forward: Run, inputs: Inputs) -> Run:
-    """Forward, and the gradients of x and of the parameters."""
-    wanted, grad = (inputs.x, *inputs.parameters), inputs.other
-    return lambda: torch.autograd.grad(forward(), wanted, grad)
+    """Forward, and the gradients of x, the residual and the parameters."""
+    wanted, grads = inputs.leaves, inputs.grads
+    return lambda: torch.autograd.grad(forward(), wanted, grads)
 
 
 def backward_run(forward: Run, inputs: Inputs) -> Run:
     """The gradients alone, over a graph built here."""
-    wanted, grad, output = (inputs.x, *inputs.parameters), inputs.other, forward()
-    return lambda: torch.autograd.grad(output, wanted, grad, retain_graph=True)
+    wanted, grads, outputs = inputs.leaves, inputs.grads, forward()
+    return lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
 
 
 def module_run(case: Case, module: type[nn.Module], inputs: Inputs) -> Run:
     """A module's call, with the inputs' own parameters in it."""
-    norm, x, grad = module(case.cols, EPS), inputs.x, inputs.other
+    norm, x, grad = module(case.cols, EPS), inputs.x, inputs.grad
     for name, parameter in zip(("weight", "bias"), inputs.parameters, strict=False):
         setattr(norm, name, nn.Parameter(parameter.detach()))
     if not case.backward:
@@ -97,58 +117,91 @@ def module_run(case: Case, module: type[nn.Module], inputs: Inputs) -> Run:
 
 def limit_run(case: Case, inputs: Inputs) -> Run:
     """Moves the bytes that the case must move into fresh memory, and computes nothing."""
-    x, other = inputs.x.detach(), inputs.other
-    if case.direction == BACKWARD or case.norm == ADD_LAYER_NORM:
-        return lambda: torch.add(x, other)
-    return (lambda: (x.clone(), torch.add(x, other))) if case.backward else x.clone
+    x, grad = inputs.x.detach(), inputs.grad
+    if case.norm in ADD_TITLES:
+        forward, backward = _limits_of_the_add(x, inputs)
+    else:
+        forward, backward = x.clone, lambda: torch.add(x, grad)
+    if case.direction == BACKWARD:
+        return backward
+    return (lambda: (forward(), backward())) if case.backward else forward
+
+
+def _limits_of_the_add(x: Tensor, inputs: Inputs) -> tuple[Run, Run]:
+    """Forward reads two and writes two. Backward reads three and writes one, or two of different dtypes."""
+    grad, (grad_sum,), residual = inputs.grad, inputs.grad_sum, inputs.residual[0].detach()
+    # The sum is a tensor like the residual, and stands for it here.
+    if grad.dtype == residual.dtype:
+        return lambda: (x.clone(), residual.clone()), lambda: torch.addcmul(residual, grad, grad_sum)
+    return lambda: (x.clone(), residual.clone()), lambda: (torch.add(residual, grad_sum), grad.clone())
 
 
 def _directed(case: Case, function: Norm, inputs: Inputs) -> Run:
-    forward = forward_run(case.norm, function, inputs)
+    forward = forward_run(function, inputs)
     if not case.backward:
         return forward
     return (backward_run if case.direction == BACKWARD else gradients_run)(forward, inputs)
 
 
-def _names(norm: str) -> tuple[Norm, Norm]:
-    name = "layer_norm" if norm == ADD_LAYER_NORM else norm
-    return getattr(fusednorm.functional, name), getattr(F, name)
+def in_two_steps(norm: Norm) -> Norm:
+    """The residual add and a norm after it as two operations.
+
+    Of an fp32 sum under bf16 the norm gets a rounded copy. With the norm in fp32 and its output rounded,
+    three of four norms take longer (512x4096: 1.5 to 1.8 ms in place of 1.1 to 1.6); ``F.rms_norm`` gains.
+    """
+
+    def add_norm(x: Tensor, residual: Tensor, shape: list[int], *rest: Any) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return norm(total.to(x.dtype), shape, *rest), total
+
+    return add_norm
+
+
+def _functions(norm: str) -> dict[str, Norm]:
+    """What computes a norm, by candidate."""
+    ours = getattr(fusednorm.functional, norm)
+    if norm not in ADD_TITLES:
+        return {"ours": ours, "eager": getattr(F, norm)}
+    plain = norm.removeprefix("add_")
+    unfused, eager = in_two_steps(getattr(fusednorm.functional, plain)), in_two_steps(getattr(F, plain))
+    return {"ours": ours, "unfused": unfused, "eager": eager}
 
 
 def candidates(case: Case, inputs: Inputs, compiled: bool) -> dict[str, Run]:
     """Every candidate of a case by name, ready to be called."""
-    ours, eager = _names(case.norm)
     if case.direction in MODULE_DIRECTIONS:
         name = NORM_TITLES[case.norm]  # both packages name their modules so
         packages = {"ours": fusednorm, "eager": nn}
         return {who: module_run(case, getattr(package, name), inputs) for who, package in packages.items()}
-    found = {"ours": _directed(case, ours, inputs), "eager": _directed(case, eager, inputs)}
+    functions = _functions(case.norm)
+    found = {name: _directed(case, function, inputs) for name, function in functions.items()}
     if compiled:
         torch._dynamo.reset()  # each case compiles for its own shape and thread count
 
-        def formula(x: Tensor, shape: list[int], *rest: Any) -> Tensor:
-            return eager(x, shape, *rest)
+        def formula(*arguments: Any) -> Any:
+            return functions["eager"](*arguments)
 
         found["compile"] = _directed(case, torch.compile(formula, dynamic=False), inputs)
     if case.direction == FORWARD:
         import onnx_candidates
 
-        run = onnx_candidates.forward(case, inputs.x, inputs.other, inputs.parameters, EPS)
+        run = onnx_candidates.forward(case, inputs.x, inputs.residual, inputs.parameters, EPS)
         if run is not None:
             found["onnxruntime"] = run
     found["limit"] = limit_run(case, inputs)
     return found
 
 
-def gradient_terms(norm: str, inputs: Inputs, eps: float) -> list[Tensor]:
+def gradient_terms(norm: str, normalized: Tensor, inputs: Inputs, eps: float) -> list[Tensor]:
     """How large the terms of each gradient's sums are.
 
     Where they cancel, as in rows of one column, the rounding of a sum is that of its terms.
     """
-    x, g, w = inputs.x.detach().double(), inputs.other.double(), inputs.parameters[0].detach().double()
+    x, g, w = normalized.detach(), inputs.grad.double(), inputs.parameters[0].detach().double()
     centered = x - x.mean(-1, keepdim=True) if norm == "layer_norm" else x
     rstd = (centered.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return [(g * w).abs() * rstd, (g * centered * rstd).abs().sum(0), g.abs().sum(0)]
+    of_x = sum((grad.double().abs() for grad in inputs.grad_sum), (g * w).abs() * rstd)
+    return [of_x, *[of_x] * len(inputs.residual), (g * centered * rstd).abs().sum(0), g.abs().sum(0)]
 
 
 def ulps_of_terms(actual: Tensor, expected: Tensor, terms: Tensor) -> float:
@@ -164,23 +217,26 @@ def check(case: Case, inputs: Inputs, runs: dict[str, Run]) -> dict[str, float]:
     The other candidates' outputs are held to the same numbers, loosely: they must compute the same thing.
     Returns each candidate's error in ulps, of a forward.
     """
-    few = inputs.head(CHECK_ROWS)
-    ours, _ = _names(case.norm)
-    # A gradient has its leaf's dtype, and rounded ones are no reference: the leaves are doubles.
-    doubles = [t.detach().double().requires_grad_() for t in (few.x, *few.parameters)]
-    first, norm = doubles[0], case.norm
-    if norm == ADD_LAYER_NORM:  # the sum is rounded, as in all candidates
-        norm, first = "layer_norm", (few.x + few.other).detach().double()
+    few, plain = inputs.head(CHECK_ROWS), case.norm.removeprefix("add_")
+    forward = forward_run(_functions(case.norm)["ours"], few)
+    # A gradient has its leaf's dtype, and rounded ones are no reference: the leaves are doubles. Of the add,
+    # the first is the sum as it is rounded by all candidates; x and the residual share its gradient.
+    totals = [reference.residual_sum(few.x.detach(), r.detach()) for r in few.residual]
+    doubles = [t.detach().double().requires_grad_() for t in (*(totals or [few.x]), *few.parameters)]
     with torch.enable_grad():
-        output = getattr(reference, norm)(first, *doubles[1:], eps=EPS)
-        forward = forward_run(case.norm, ours, few)
-        errors = {"output": reference.ulps(forward(), output)}
+        output, made = getattr(reference, plain)(*doubles, eps=EPS), _outputs(forward())
+        errors = {"output": reference.ulps(made[0], output)}
+        for total, expected in zip(made[1:], totals, strict=True):
+            errors["sum"] = 0.0 if torch.equal(total, expected) else torch.inf  # of the same bits
         if case.backward:
-            names = ("gradient of x", "gradient of the weight", "gradient of the bias")
-            expected = torch.autograd.grad(output, doubles, few.other.double())
-            terms = gradient_terms(norm, few, EPS)
-            for name, a, e, t in zip(names, gradients_run(forward, few)(), expected, terms, strict=False):
-                errors[name] = ulps_of_terms(a, e, t)
+            through = torch.autograd.grad(output, doubles, few.grad.double())
+            of_x = sum((grad.double() for grad in few.grad_sum), through[0])
+            expected_grads = (of_x, *[of_x] * len(few.residual), *through[1:])
+            names = ("x", *["the residual"] * len(few.residual), "the weight", "the bias")
+            terms = gradient_terms(plain, doubles[0], few, EPS)
+            actual = gradients_run(forward, few)()
+            for name, a, e, t in zip(names, actual, expected_grads, terms, strict=False):
+                errors[f"gradient of {name}"] = ulps_of_terms(a, e, t)
     for what, error in errors.items():
         if not error <= MAX_ULPS:
             raise RuntimeError(f"{case}: the {what} is off by {error:.1f} ulp (at most {MAX_ULPS:g} allowed)")
@@ -189,9 +245,17 @@ def check(case: Case, inputs: Inputs, runs: dict[str, Run]) -> dict[str, float]:
         if candidate == "limit":
             continue
         result = run()
-        result = result if isinstance(result, Tensor) else torch.from_numpy(result())
-        error = reference.ulps(result[:CHECK_ROWS], output)
-        if not error * reference.unit(result.dtype) <= MAX_ERROR_OTHERS:
-            raise RuntimeError(f"{case}: {candidate}'s output is off by {error:.0f} ulp")
-        found[candidate] = round(error, 2)
+        results = _outputs(result() if callable(result) else result)
+        for what, actual, expected in zip(
+            ("output", "sum")[: len(made)], results, (output, *totals), strict=True
+        ):
+            error = reference.ulps(actual[:CHECK_ROWS], expected)
+            if not error * reference.unit(actual.dtype) <= MAX_ERROR_OTHERS:
+                raise RuntimeError(f"{case}: {candidate}'s {what} is off by {error:.0f} ulp")
+            if what == "output":
+                found[candidate] = round(error, 2)
     return found
+
+
+def _outputs(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)

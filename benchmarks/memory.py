@@ -36,7 +36,7 @@ def bound_bytes(case: Case) -> dict[str, int]:
 
 def peak_bytes(case: Case) -> int:
     """The most memory that was allocated at one time during one call."""
-    run = candidates(case, make_inputs(case.norm, *case.shape, case.dtype), compiled=False)["ours"]
+    run = candidates(case, make_inputs(case.norm, *case.shape, *case.dtypes), compiled=False)["ours"]
     run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()

@@ -85,6 +85,7 @@ def picked_cases(args: argparse.Namespace) -> list[Case]:
         found = (quick_sweep if args.quick else full_sweep)(args.threads, other_instruction_sets())
     for name, wanted in (("norm", args.norms), ("dtype", args.dtypes), ("direction", args.directions)):
         found = [c for c in found if not wanted or getattr(c, name) in wanted]
+    found = [c for c in found if c.norm in NORM_TITLES or c.direction not in MODULE_DIRECTIONS]
     found = [c for c in found if args.filter.search(str(c))]
     if args.default_malloc:
         found = list(dict.fromkeys(replace(c, memory=FRESH) for c in found))
@@ -106,7 +107,7 @@ def parse_arguments(description: str | None, arguments: Sequence[str] | None = N
         type=parse_filter,
         default=re.compile(""),
         metavar="REGEX",
-        help="only cases that it finds, as 'RMSNorm 512x4096 bf16 fwd.bwd, 1'; --list prints them",
+        help="only cases that it finds, as '^RMSNorm 512x4096 bf16 fwd.bwd, 1'; --list prints them",
     )
     add("--list", action="store_true", help="print the cases and measure nothing")
     add(

@@ -19,10 +19,11 @@ DTYPES: dict[str, torch.dtype] = {
 
 # The title of each norm, and how many parameters of one row's length it has.
 NORM_TITLES: dict[str, str] = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
-NORM_PARAMETERS: dict[str, int] = {"layer_norm": 2, "rms_norm": 1, "add_layer_norm": 2}
-# The sum of x and a residual, normalized: forward only, beside ONNX Runtime's SkipLayerNormalization.
-ADD_LAYER_NORM = "add_layer_norm"
-ALL_TITLES = NORM_TITLES | {ADD_LAYER_NORM: "add+LayerNorm"}
+NORM_PARAMETERS: dict[str, int] = {"layer_norm": 2, "rms_norm": 1, "add_layer_norm": 2, "add_rms_norm": 1}
+# The sum of x and a residual, and the norm of it: two outputs.
+ADD_TITLES: dict[str, str] = {"add_layer_norm": "add+LayerNorm", "add_rms_norm": "add+RMSNorm"}
+ALL_TITLES = NORM_TITLES | ADD_TITLES
+BF16_ON_FP32 = "bf16+fp32"  # x and parameters in bf16, the residual in fp32: of the add alone
 
 FORWARD = "forward"  # without grad
 FORWARD_GRAPH = "fwd+graph"  # builds a graph for backward and drops it
@@ -36,6 +37,7 @@ MODULE_DIRECTIONS: tuple[str, ...] = (MODULE_FORWARD, MODULE_FORWARD_BACKWARD)
 # Rows x columns. The bars of speed are for these four; only here is torch.compile worth its time.
 BAR_SHAPES: tuple[Shape, ...] = ((256, 768), (2048, 768), (512, 4096), (32, 65536))
 BIG_SHAPE: Shape = (8192, 4096)  # no cache holds it
+ADD_BAR_SHAPES: tuple[Shape, ...] = ((2048, 768), (512, 4096))  # where the residual add has its bars
 SMALL_SHAPES: tuple[Shape, ...] = ((1, 64), (1, 768), (1, 4096), (8, 768), (8, 4096))
 OTHER_SHAPES: tuple[Shape, ...] = ((1, 65536), (64, 768), (100000, 32))
 WIDTH_ROWS = 4096
@@ -72,6 +74,12 @@ class Case:
     @property
     def shape(self) -> Shape:
         return self.rows, self.cols
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """That of x and the parameters, and that of the residual."""
+        first, _, second = self.dtype.partition("+")
+        return DTYPES[first], DTYPES[second or first]
 
     @property
     def grad(self) -> bool:
@@ -125,7 +133,10 @@ def full_sweep(threads: Sequence[int], other_isa: Sequence[str]) -> list[Case]:
         *product(norms, fp64_shapes, ("fp64",), DIRECTIONS, one),
         *product(norms, REFERENCE_SHAPES, ("fp32", "bf16"), (FORWARD, BACKWARD), one),
         *product(norms, SMALL_SHAPES, ("fp32", "bf16"), MODULE_DIRECTIONS, one),
-        *product((ADD_LAYER_NORM,), BAR_SHAPES, ("fp32", "fp16"), (FORWARD,), threads),
+        *product(tuple(ADD_TITLES), (*ADD_BAR_SHAPES, BIG_SHAPE), ("fp32", "bf16"), few, one),
+        *product(tuple(ADD_TITLES), ADD_BAR_SHAPES[1:], ("fp32", "bf16"), few, more),
+        *product(tuple(ADD_TITLES), ADD_BAR_SHAPES[1:], (BF16_ON_FP32,), few, one),
+        *product(tuple(ADD_TITLES), BAR_SHAPES, ("fp32",), (FORWARD,), one),  # beside ONNX Runtime
         *product(norms, (BIG_SHAPE,), ("fp32", "bf16"), few, threads, memory=FRESH),
     ]
     for isa in other_isa:
@@ -142,7 +153,7 @@ def quick_sweep(threads: Sequence[int], other_isa: Sequence[str]) -> list[Case]:
         *product(norms, some_widths, ("fp32",), (FORWARD, BACKWARD), threads[:1]),
         *product(norms, ((1, 64), (1, 768), (8, 4096)), ("fp32",), MODULE_DIRECTIONS, threads[:1]),
         *product(norms, (BIG_SHAPE,), ("bf16",), (FORWARD,), threads[:1], memory=FRESH),
-        *product((ADD_LAYER_NORM,), BAR_SHAPES[:2], ("fp32",), (FORWARD,), threads[:1]),
+        *product(tuple(ADD_TITLES), ADD_BAR_SHAPES, ("fp32",), (FORWARD, FORWARD_BACKWARD), threads[:1]),
     ]
     for isa in other_isa:
         found += product(norms, BAR_SHAPES[1:2], ("fp32", "bf16"), (FORWARD, FORWARD_BACKWARD), threads, isa)
@@ -154,12 +165,18 @@ def least_bytes(case: Case) -> int:
 
     Forward reads x and the parameters and writes y. Backward reads x, the gradient and the weight, and writes
     the gradients of x and of the parameters. Statistics do not count: they can be computed again.
+    The add reads the residual and writes the sum besides. Its backward reads the sum in place of x, and its
+    gradient; what it writes is the gradient of x and of the residual in one, unless their dtypes differ.
     """
-    element = DTYPES[case.dtype].itemsize
-    matrix, row = case.rows * case.cols * element, case.cols * element
+    element, wide = (dtype.itemsize for dtype in case.dtypes)
+    elements, row = case.rows * case.cols, case.cols * element
     parameters = NORM_PARAMETERS[case.norm]
-    forward = (3 if case.norm == ADD_LAYER_NORM else 2) * matrix + parameters * row
-    backward = 3 * matrix + (1 + parameters) * row
+    if case.norm in ADD_TITLES:
+        forward = 2 * elements * (element + wide)
+        backward = elements * (element + 3 * wide + (element if element != wide else 0))
+    else:
+        forward, backward = 2 * elements * element, 3 * elements * element
+    forward, backward = forward + parameters * row, backward + (1 + parameters) * row
     if case.direction == BACKWARD:
         return backward
     return forward + (backward if case.backward else 0)

@@ -19,6 +19,7 @@ from tqdm import tqdm
 import memory
 from candidates import candidates, check, make_inputs
 from shapes import (
+    ADD_BAR_SHAPES,
     BAR_SHAPES,
     BIG_SHAPE,
     FORWARD,
@@ -44,14 +45,15 @@ def budget_of(case: Case, scale: float) -> float:
 
 def is_compiled(case: Case) -> bool:
     """Whether torch.compile is worth its time: where a bar names it."""
-    here = case.shape in BAR_SHAPES and case.norm in NORM_TITLES and not case.isa and case.memory != FRESH
-    return here and case.direction in (FORWARD, FORWARD_BACKWARD)
+    shapes = BAR_SHAPES if case.norm in NORM_TITLES else ADD_BAR_SHAPES
+    plain = not case.isa and case.memory != FRESH
+    return plain and case.shape in shapes and case.direction in (FORWARD, FORWARD_BACKWARD)
 
 
 def measure(case: Case, scale: float, compiled: bool) -> dict[str, Any]:
     """Checks and times one case."""
     torch.set_num_threads(case.threads)
-    inputs = make_inputs(case.norm, case.rows, case.cols, case.dtype)
+    inputs = make_inputs(case.norm, case.rows, case.cols, *case.dtypes)
     with torch.set_grad_enabled(case.grad):
         runs = candidates(case, inputs, compiled and is_compiled(case))
         ulps = check(case, inputs, runs)

@@ -1,5 +1,6 @@
 """Shared by all tests: both norms behind one interface, a fixed seed, and the device."""
 
+import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +23,22 @@ SIMT_LIBRARY = os.environ.get("FUSEDNORM_SIMT_LIBRARY")
 if SIMT_LIBRARY:
     warnings.filterwarnings("ignore", message=r"[\s\S]*Overriding a previously registered kernel")
     torch.ops.load_library(SIMT_LIBRARY)
+
+
+def simt_launches() -> int:
+    """How many CUDA kernels the host has executed so far."""
+    function = ctypes.CDLL(SIMT_LIBRARY).fusednorm_simt_launches
+    function.restype = ctypes.c_uint64
+    return int(function())
+
+
+@pytest.fixture(autouse=True)
+def _record_launches(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For --junitxml: whether a test showed anything of the CUDA kernels (family.py)."""
+    before = simt_launches() if SIMT_LIBRARY else 0
+    yield
+    if SIMT_LIBRARY:
+        request.node.user_properties.append(("launches", simt_launches() - before))
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,24 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusednorm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bars  # noqa: E402  (the benchmarks are programs, no package)
+import candidates  # noqa: E402
 import options  # noqa: E402
-from shapes import BAR_SHAPES, FRESH, Case, full_sweep, least_bytes, quick_sweep  # noqa: E402
+from shapes import ADD_BAR_SHAPES, BAR_SHAPES, FRESH, Case, full_sweep, least_bytes, quick_sweep  # noqa: E402
 
 MACHINE = {"l3_bytes": 32 << 20, "huge_pages": "madvise"}
 
@@ -64,6 +70,89 @@ def test_bytes() -> None:
     assert least_bytes(Case("layer_norm", 2048, 768, "fp32", "fwd+bwd", 1)) == 5 * matrix + 5 * row
 
 
+def test_bytes_of_the_add() -> None:
+    """Forward: x and residual in, output and sum out. Backward: three in, one out, or two of two dtypes."""
+    matrix, row = 2048 * 768 * 4, 768 * 4
+    assert least_bytes(Case("add_layer_norm", 2048, 768, "fp32", "forward", 1)) == 4 * matrix + 2 * row
+    assert least_bytes(Case("add_rms_norm", 2048, 768, "fp32", "backward", 1)) == 4 * matrix + 2 * row
+    mixed = Case("add_rms_norm", 2048, 768, "bf16+fp32", "forward", 1)
+    assert least_bytes(mixed) == 2 * matrix + 2 * (matrix // 2) + row // 2
+    mixed = Case("add_rms_norm", 2048, 768, "bf16+fp32", "backward", 1)
+    assert least_bytes(mixed) == 3 * matrix + 2 * (matrix // 2) + 2 * (row // 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("layer_norm", 96, 512, "fp32", "forward", 1),
+        Case("layer_norm", 96, 512, "bf16", "fwd+bwd", 1),
+        Case("add_layer_norm", 96, 512, "fp32", "forward", 1),
+        Case("add_rms_norm", 96, 512, "bf16", "fwd+bwd", 1),
+        Case("add_rms_norm", 96, 512, "bf16+fp32", "backward", 1),
+        Case("add_rms_norm", 96, 512, "bf16+fp32", "fwd+bwd", 1),
+    ],
+    ids=str,
+)
+def test_the_limit_moves_the_bytes(case: Case) -> None:
+    """What the limit's operations read and write, but for the parameters' few bytes."""
+    moved: list[int] = []
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            moved.extend(t.nbytes for t in (*args, output) if isinstance(t, torch.Tensor))
+            return output
+
+    run = candidates.limit_run(case, candidates.make_inputs(case.norm, *case.shape, *case.dtypes))
+    with Counter():
+        run()
+    assert sum(moved) == least_bytes(replace(case, rows=2 * case.rows)) - least_bytes(case)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "fwd+bwd"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16+fp32"])
+@pytest.mark.parametrize("norm", ["add_layer_norm", "add_rms_norm"])
+def test_candidates_of_the_add(
+    norm: str, dtype: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All give output and sum, or the same gradients; a wrong one is found before it is timed."""
+    case = Case(norm, 70, 96, dtype, direction, 1)
+    inputs = candidates.make_inputs(norm, *case.shape, *case.dtypes)
+    with torch.set_grad_enabled(case.grad):
+        runs = candidates.candidates(case, inputs, compiled=False)
+        found = candidates.check(case, inputs, runs)
+        assert {"ours", "unfused", "eager", "limit"} <= set(runs)
+        if case.grad:
+            ours, unfused, eager = (runs[name]() for name in ("ours", "unfused", "eager"))
+            assert [g.dtype for g in ours] == [
+                case.dtypes[0],
+                case.dtypes[1],
+                *[case.dtypes[0]] * (len(ours) - 2),
+            ]
+            for others in (unfused, eager):
+                for g, other in zip(ours, others, strict=True):
+                    torch.testing.assert_close(g, other, rtol=0.02, atol=0.02 * float(g.abs().max()))
+        else:
+            assert set(found) == set(runs) - {"limit"}
+        right = getattr(fusednorm.functional, norm)
+
+        def wrong_sum(*arguments: Any) -> Any:
+            output, total = right(*arguments)
+            return output, total * 1.5
+
+        def wrong_gradient(x: Tensor, residual: Tensor, *arguments: Any) -> Any:
+            output, total = right(x, residual, *arguments)
+            return output, total + (residual - residual.detach())
+
+        monkeypatch.setattr(fusednorm.functional, norm, wrong_sum)
+        with pytest.raises(RuntimeError, match="the sum is off"):
+            candidates.check(case, inputs, runs)
+        if case.backward:
+            monkeypatch.setattr(fusednorm.functional, norm, wrong_gradient)
+            with pytest.raises(RuntimeError, match="gradient of the residual is off"):
+                candidates.check(case, inputs, runs)
+
+
 @pytest.mark.parametrize(
     ("shape", "where"),
     [((2048, 768), "in cache"), ((8192, 4096), "out of cache"), ((512, 4096), None), ((4096, 33), None)],
@@ -106,6 +195,28 @@ def test_scaling_counts_where_the_limit_scales() -> None:
     assert bar.verdict == bars.NOT_APPLICABLE and "limit scales by 1.50" in bar.measured
 
 
+def test_bars_of_the_add() -> None:
+    """At two shapes, in fp32 and bf16; the limit where the bytes are beyond twice the cache."""
+    cases = [Case("add_rms_norm", *s, "bf16", "forward", 1) for s in (*ADD_BAR_SHAPES, (8192, 4096))]
+    results = [_result(c, ours=5, unfused=10, eager=20, compile=12, limit=4) for c in cases]
+    results.append(
+        _result(Case("add_rms_norm", 512, 4096, "bf16+fp32", "forward", 1), ours=9, unfused=10, eager=10)
+    )
+    found = {b.name: b for b in bars.add_bars(results, MACHINE)}
+    assert len(found) == 7
+    assert found["add+RMSNorm forward, of our two steps"].verdict == bars.PASS
+    assert found["add+RMSNorm forward, of best other"].measured.startswith("0.42")
+    assert found["add+RMSNorm fwd+bwd, of best other"].verdict == bars.NO_DATA
+    assert found["add+LayerNorm forward, of our two steps"].verdict == bars.NO_DATA
+    limit = found["add+norm forward out of cache, of two clones"]
+    assert limit.verdict == bars.PASS and "8192x4096" in limit.measured
+    results[1]["ms"] |= {"ours": 7, "limit": 1}
+    found = {b.name: b for b in bars.add_bars(results, MACHINE)}
+    failing = ["0.70 add+RMSNorm 512x4096 bf16 forward, 1 thread"]
+    assert found["add+RMSNorm forward, of our two steps"].failing == failing
+    assert found["add+norm forward out of cache, of two clones"].verdict == bars.PASS  # 17 MB are in no bar
+
+
 def test_small_calls_and_memory() -> None:
     cpp = [{"rows": 1, "cols": 768, "dtype": "fp32", "ours_ns": 400, "eager_ns": 1000}]
     cpp += [{"rows": 8, "cols": 768, "dtype": "fp32", "ours_ns": 700, "eager_ns": 1000}]
@@ -136,7 +247,7 @@ def test_sweeps() -> None:
 
 def test_the_filter_picks_cases(capsys: pytest.CaptureFixture[str]) -> None:
     picked = options.parse_arguments(
-        "", ["--threads", "1", "--filter", "RMSNorm 512x4096 bf16 forward, 1 thread$"]
+        "", ["--threads", "1", "--filter", "^RMSNorm 512x4096 bf16 forward, 1 thread$"]
     )
     assert list(map(str, picked.cases)) == ["RMSNorm 512x4096 bf16 forward, 1 thread"]
     fresh = options.parse_arguments("", ["--default-malloc", "--quick", "--threads", "1"]).cases

@@ -118,6 +118,19 @@ def test_input_scale_against_float64(norm: NormUnderTest, dtype: torch.dtype) ->
             assert reference.ulps(grad.flatten(), want.flatten()) <= 8  # sums over 5 rows and 64 columns
 
 
+def test_input_scale_compiles(norm: NormUnderTest) -> None:
+    """The same bits, forward and backward; with RMSNorm's eps None too."""
+    for eps in (1e-5,) if norm.has_bias else (1e-5, None):
+        torch.compiler.reset()
+        module = norm.module(16, eps, input_scale=0.02, weight_offset=1.0, init_gain=0.1)
+        x, g = torch.randn(5, 16, requires_grad=True), torch.randn(5, 16)
+        y, expected = torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x)
+        assert torch.equal(y, expected)
+        leaves = [x, *module.parameters()]
+        grads, wants = (torch.autograd.grad(output, leaves, g) for output in (y, expected))
+        assert all(torch.equal(grad, want) for grad, want in zip(grads, wants, strict=True))
+
+
 def test_initial_gain_of_every_option(norm: NormUnderTest) -> None:
     """init_gain with and without an offset, after reset_parameters, and where there is no weight to fill."""
     for offset in (0.0, 1.0):

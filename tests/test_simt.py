@@ -5,7 +5,6 @@ here tests that as well. Skipped without ``FUSEDNORM_SIMT_LIBRARY``, which ctest
 ``FUSEDNORM_SIMT_FULL=1`` (make test-simt) runs every size; otherwise the shortest rows of each kernel.
 """
 
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 import test_values
-from conftest import NORMS, SIMT_LIBRARY, NormUnderTest
+from conftest import NORMS, SIMT_LIBRARY, NormUnderTest, simt_launches
 from fusednorm import _C
 from reference import DTYPES, HALVES, ulps
 from test_values import FORWARD_ULPS, check_gradients
@@ -184,12 +183,6 @@ def test_every_kernel_has_a_case() -> None:
 # ---- Running them ---------------------------------------------------------------------------------------
 
 
-def launches() -> int:
-    function = ctypes.CDLL(SIMT_LIBRARY).fusednorm_simt_launches
-    function.restype = ctypes.c_uint64
-    return function()
-
-
 def on(monkeypatch: pytest.MonkeyPatch, arch: int, seed: int = 0) -> None:
     monkeypatch.setenv("FUSEDNORM_SIMT_ARCH", str(arch))
     monkeypatch.setenv("FUSEDNORM_SIMT_SEED", str(seed))
@@ -266,12 +259,12 @@ def shifted(t: Tensor, elements: int) -> Tensor:
 def test_the_library_is_in_effect(norm: NormUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, 90)
     x = torch.randn(3, 8)
-    before = launches()
+    before = simt_launches()
     norm(x, None, None)
-    assert launches() == before + 1
+    assert simt_launches() == before + 1
     xr, w = x.clone().requires_grad_(), torch.ones(8, requires_grad=True)
     norm(xr, w, None).sum().backward()
-    assert launches() == before + 4  # forward, backward, the sum over the groups
+    assert simt_launches() == before + 4  # forward, backward, the sum over the groups
 
 
 # ---- Values ---------------------------------------------------------------------------------------------
