@@ -1,4 +1,6 @@
 # make demo    train a small GPT with our norms beside torch.nn's
+# make gallery    train the demo's model with every norm and placement
+# make family    a table of every norm: which tests ran, and how they ended
 # make test    build and run every test (GoogleTest, pytest, format, lint)
 # make test-simt    run the CUDA kernels on the host at every switch-over of their plans: some 15 minutes
 # All work on a fresh clone; TORCH=2.11.0 does the same beside another torch.
@@ -18,7 +20,7 @@ RUN := PYTHONPATH=$(BUILD)/stage $(PY)
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test test-simt bench format lint clean
+.PHONY: build demo gallery test test-simt bench family format lint clean
 
 $(VENV)/.installed: tests/requirements.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -35,12 +37,12 @@ build: $(BUILD)/cmake/build.ninja
 
 # On its own, without tests, and without CUDA kernels unless ARGS="--device cuda" asks for them: a newcomer waits
 # for one minute and not for five.
-demo: $(VENV)/.installed
+demo gallery: $(VENV)/.installed
 	cmake -S . -B $(BUILD)/demo -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DFUSEDNORM_BUILD_TESTS=OFF \
 	  $(if $(findstring cuda,$(ARGS)),-DFUSEDNORM_CUDA=1 -DFUSEDNORM_CUDA_ARCHS="$(CUDA_ARCHS)",-DFUSEDNORM_CUDA=0)
 	cmake --build $(BUILD)/demo -j $(JOBS)
 	cmake --install $(BUILD)/demo --prefix $(BUILD)/demo/stage > /dev/null
-	PYTHONPATH=$(BUILD)/demo/stage $(PY) benchmarks/demo.py $(ARGS)
+	PYTHONPATH=$(BUILD)/demo/stage $(PY) benchmarks/$@.py $(ARGS)
 
 test: build
 	ctest --test-dir $(BUILD)/cmake --output-on-failure $(ARGS)
@@ -52,6 +54,9 @@ test-simt: build
 	  tests/test_field_reports.py --deselect tests/test_guarantees.py::test_threads_do_not_change_bits \
 	  --deselect tests/test_field_reports.py::test_b32_more_than_2_to_the_31_elements \
 	  --deselect tests/test_field_reports.py::test_b76_options_survive_a_program $(ARGS)
+
+family: build
+	$(RUN) tests/family.py --simt $(BUILD)/cmake/tests/libfusednorm_simt.so $(ARGS)
 
 # ONNX Runtime is a rival to compare with, and left out where it cannot be installed.
 bench: build
