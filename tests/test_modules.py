@@ -189,3 +189,25 @@ def test_build_info() -> None:
     widest = {"DEFAULT": ["portable"], "AVX2": ["portable", "avx2"]}
     allowed = widest.get(info["torch_cpu_capability"], ["portable", "avx2", "avx512", "avx512bf16"])
     assert info["cpu_kernels"] in allowed
+
+
+def test_parameters_that_are_no_parameters(norm: NormUnderTest) -> None:
+    """A parametrization, ``functional_call`` with other tensors, an attribute in a parameter's place."""
+    x = torch.randn(3, 8)
+    plain, doubled = norm.module(8), norm.module(8)
+    with torch.no_grad():
+        doubled.weight.fill_(2.0)
+    expected = doubled(x)
+
+    class Double(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    parametrized = norm.module(8)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", Double())
+    assert torch.equal(parametrized(x), expected)
+    swapped = {"weight": torch.full((8,), 2.0)} | ({"bias": torch.zeros(8)} if norm.has_bias else {})
+    assert torch.equal(torch.func.functional_call(plain, swapped, (x,)), expected)
+    del plain.weight
+    plain.weight = torch.full((8,), 2.0)
+    assert torch.equal(plain(x), expected)
