@@ -1,12 +1,6 @@
 // The CPU key: from tensors to rows, dtype dispatch, threads over rows.
-#include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include <algorithm>
 #include <cstring>
@@ -16,60 +10,11 @@
 #include "../fusednorm.h"
 #include "../ops.h"
 #include "../tensor_rows.h"
+#include "host.h"
 #include "kernels/row_kernels.h"
 
 namespace fusednorm {
 namespace {
-
-const cpu::KernelTable& kernels() {
-  static const cpu::KernelTable& table = cpu::kernel_table(at::get_cpu_capability().c_str());
-  return table;
-}
-
-// Fresh memory of many MiB is mapped page by page as it is first written, which takes longer than
-// the norm itself (8192 x 4096 fp32: 61 ms, with huge pages 15). Where the system gives huge pages
-// on request, ask.
-constexpr size_t kHugeBytes = 4 << 20;
-
-Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
-  Tensor tensor(at::detail::empty_cpu(sizes, dtype));
-#if defined(__linux__)
-  if (tensor.nbytes() >= kHugeBytes) {
-    constexpr uintptr_t kPage = 4096;
-    const auto begin =
-        (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + (kPage - 1)) & ~(kPage - 1);
-    const auto end =
-        (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + tensor.nbytes()) & ~(kPage - 1);
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a wish: may be refused
-  }
-#endif
-  return tensor;
-}
-
-/// A weight or bias in the accumulation type with `offset` added: itself where that changes
-/// nothing.
-struct Affine {
-  Tensor holder;
-  const void* data = nullptr;
-
-  Affine(const OptionalTensor& parameter, double offset, at::ScalarType acc_dtype) {
-    if (!parameter.has_value() || !parameter->defined()) return;
-    holder = parameter->contiguous();
-    if (holder.scalar_type() != acc_dtype || offset != 0) {
-      const Tensor source = holder;
-      holder = empty(source.sizes(), acc_dtype);
-      kernels().convert[acc_dtype == at::kDouble ? 0 : 1](dtype_of(source.scalar_type()),
-                                                          source.const_data_ptr(), offset,
-                                                          holder.data_ptr(), source.numel());
-    }
-    data = holder.const_data_ptr();
-  }
-
-  void fill_with_ones(const Sizes& sizes, at::ScalarType acc_dtype) {
-    holder = at::ones({sizes.cols}, at::TensorOptions().dtype(acc_dtype));
-    data = holder.const_data_ptr();
-  }
-};
 
 // A thread is worth waking (0.65 us) for about this much of a row's traffic.
 constexpr int64_t kGrainBytes = 64 * 1024;
@@ -96,7 +41,7 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
       sizes);
   Affine weight(in.weight, norm.weight_offset, acc_dtype);
   const Affine bias(in.bias, 0, acc_dtype);
-  if (bias.data != nullptr && weight.data == nullptr) weight.fill_with_ones(sizes, acc_dtype);
+  if (bias.data != nullptr && weight.data == nullptr) weight.fill_with(1, sizes.cols, acc_dtype);
 
   cpu::ForwardArgs args;
   args.input = rows.layout;
@@ -142,7 +87,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   const Tensor mean = in.mean.defined() ? in.mean.contiguous() : Tensor();
   const Tensor rstd = in.rstd.contiguous();
   Affine weight(in.weight, norm.weight_offset, acc_dtype);
-  if (weight.data == nullptr) weight.fill_with_ones(sizes, acc_dtype);
+  if (weight.data == nullptr) weight.fill_with(1, sizes.cols, acc_dtype);
 
   const auto shape = C10_AS_INTARRAYREF_SLOW(in.normalized_shape);
   Tensor grad_input, grad_parameters[2];
