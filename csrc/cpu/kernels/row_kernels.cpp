@@ -21,6 +21,8 @@ namespace {
 #include "forward.h"
 #include "backward.h"
 #include "parameters.h"
+#include "group_rows.h"
+#include "group_channels_last.h"
 // clang-format on
 
 }  // namespace
@@ -43,6 +45,9 @@ const KernelTable kTable = {
     FN_EACH_DTYPE(backward, RmsNormStatistics),
     {convert<double>, convert<float>},
     {reduce<double>, reduce<float>},
+    {{group_forward<double>, group_forward<float>, group_forward<bfloat16>, group_forward<float16>},
+     {group_backward<double>, group_backward<float>, group_backward<bfloat16>,
+      group_backward<float16>}},
 };
 
 }  // namespace fusednorm::cpu::FUSEDNORM_ISA

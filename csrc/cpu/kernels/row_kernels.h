@@ -8,6 +8,7 @@
 
 #include "../../row_norm.h"
 #include "../../rows.h"
+#include "group_kernels.h"
 
 namespace fusednorm::cpu {
 
@@ -61,6 +62,7 @@ struct KernelTable {
   BackwardKernel rms_norm_backward[kNumDTypes];
   ConvertKernel convert[2];  // to fp64, to fp32
   ReduceKernel reduce[2];    // from fp64, from fp32
+  GroupKernelTable group_norm;
 };
 
 constexpr int kMaxTables = 4;
