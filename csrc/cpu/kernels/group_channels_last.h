@@ -1,37 +1,49 @@
 #pragma once
 
 // GroupNorm, channels last: the channels of a position lie side by side, so a group is no
-// contiguous row. One vector holds the same 16 channels of one position after the other; what
-// belongs to a group (pivot, mean, rstd) is spread over its channels first, so that no loop over
-// elements knows of groups. Included by row_kernels.cpp.
+// contiguous row. A vector holds the same channels of one position after the other; what belongs to
+// a group (pivot, mean, rstd) is spread over its channels first, so that no loop over elements
+// knows of groups. Included by row_kernels.cpp.
 
-// Sums run over 32 positions in fp32, in two accumulators each, and from there on in fp64.
-constexpr int64_t kBlockPositions = 32;
-// Positions that are applied together: their coefficients stay in registers.
-constexpr int64_t kTogether = 8;
-constexpr int64_t kChunkBytes = 128 * 1024;
+// Sums run over 32 positions in fp32, and from there on in fp64.
+constexpr int64_t kRunPositions = 32;
+// Vectors of a position that are taken together: their sums and coefficients stay in registers.
+#if defined(FUSEDNORM_AVX512)
+constexpr int kStrip = 4;
+#else
+constexpr int kStrip = 2;
+#endif
+// How far ahead memory is asked for: where a piece of a position ends, prefetchers lose the track.
+constexpr int64_t kAheadPositions = 16;
 
-/// Arrays of one number a channel, each padded to whole vectors.
+template <int n>
+struct Count {
+  static constexpr int value = n;
+};
+
+/// body(first channel, number of vectors, part): strips of whole vectors, whole vectors, one part.
+template <class T, class Body>
+FN_INLINE void for_strips(int64_t channels, Body body) {
+  int64_t i = 0;
+  for (; i + kStrip * kLanes<T> <= channels; i += kStrip * kLanes<T>) {
+    body(i, Count<kStrip>{}, Full{});
+  }
+  for (; i + kLanes<T> <= channels; i += kLanes<T>) body(i, Count<1>{}, Full{});
+  if (i < channels) body(i, Count<1>{}, Part{static_cast<int>(channels - i)});
+}
+
+/// Some groups of one sample. Arrays of one number a channel are padded to whole vectors.
 template <class T>
-struct ChannelsLast {
+struct GroupBlock {
   const GroupShape& shape;
-  int64_t channels, stride, chunk, chunks;
+  int64_t sample, first_group, groups;
 
-  explicit ChannelsLast(const GroupShape& s)
-      : shape(s),
-        channels(s.channels()),
-        stride((channels + kLanes<T> - 1) / kLanes<T> * kLanes<T>) {
-    const int64_t position_bytes = channels * static_cast<int64_t>(sizeof(T));
-    const int64_t blocks = kChunkBytes / (kBlockPositions * position_bytes);
-    chunk = (blocks < 2 ? 2 : blocks) * kBlockPositions;
-    chunks = (s.spatial + chunk - 1) / chunk;
-  }
-
-  int64_t end(int64_t c) const {
-    return shape.spatial < (c + 1) * chunk ? shape.spatial : (c + 1) * chunk;
-  }
-  int64_t chunk_bytes() const { return chunk * channels * static_cast<int64_t>(sizeof(T)); }
-  /// Sets the group's channels in an array.
+  int64_t first_channel() const { return first_group * shape.group_channels; }
+  int64_t channels() const { return groups * shape.group_channels; }
+  int64_t stride() const { return (channels() + kLanes<T> - 1) / kLanes<T> * kLanes<T>; }
+  int64_t offset() const { return sample * shape.sample_size() + first_channel(); }
+  int64_t row(int64_t group) const { return sample * shape.groups + first_group + group; }
+  /// Sets one group's channels in an array.
   template <class acc_t>
   void spread(int64_t group, acc_t value, acc_t* array) const {
     acc_t* const first = array + group * shape.group_channels;
@@ -39,122 +51,230 @@ struct ChannelsLast {
   }
 };
 
-/// body(sample) for samples or runs of them: side by side if there are enough, else one after the
-/// other, each on all threads.
-template <class Body>
-FN_INLINE void for_samples(const Parallel& parallel, int64_t count, int64_t item_bytes, Body body) {
-  if (count < parallel.threads) {
-    for (int64_t n = 0; n < count; ++n) body(n);
-  } else {
-    parallel_for(parallel, count, item_bytes, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) body(n);
+/// How a shape is cut, by itself alone: into blocks of groups whose second sweep finds them in the
+/// cache, but whose positions are no smaller than a few cache lines; and a block too large for the
+/// cache into chunks of positions, which idle threads may take.
+template <class T>
+struct Blocking {
+  const GroupShape& shape;
+  int64_t groups, chunk, chunks;  // groups of a block, positions of a chunk, chunks of a block
+
+  Blocking(const GroupShape& s, int64_t tensors) : shape(s) {
+    constexpr int64_t kLeastBytes = 256, kCacheBytes = 512 * 1024;
+    const int64_t channel_bytes = s.group_channels * static_cast<int64_t>(sizeof(T));
+    const int64_t least = (kLeastBytes + channel_bytes - 1) / channel_bytes;
+    const int64_t most = kCacheBytes / (tensors * channel_bytes * s.spatial);
+    // A block that ends inside a cache line makes every vector of the next one cross lines.
+    int64_t whole = 1;
+    while (whole < 64 && whole * channel_bytes % 64 != 0) whole *= 2;
+    groups = most / whole * whole;
+    if (groups < least) groups = (least + whole - 1) / whole * whole;
+    if (groups > s.groups) groups = s.groups;
+    const int64_t runs = kCacheBytes / (tensors * groups * channel_bytes * kRunPositions);
+    chunk = (runs < 2 ? 2 : runs) * kRunPositions;
+    chunks = (s.spatial + chunk - 1) / chunk;
+  }
+
+  int64_t blocks() const { return (shape.groups + groups - 1) / groups; }
+  GroupBlock<T> block(int64_t sample, int64_t b) const {
+    const int64_t first = b * groups, left = shape.groups - first;
+    return {shape, sample, first, left < groups ? left : groups};
+  }
+  int64_t end(int64_t c) const {
+    return shape.spatial < (c + 1) * chunk ? shape.spatial : (c + 1) * chunk;
+  }
+  /// body(first position, position after the last, chunk) for each chunk.
+  template <class Body>
+  void for_chunks(const Parallel& parallel, Body body) const {
+    parallel_for(parallel, chunks, kGroupGrainBytes, [&](int64_t begin, int64_t last) {
+      for (int64_t c = begin; c < last; ++c) body(c * chunk, end(c), c);
     });
+  }
+};
+
+/// body(first position, position after the last) calls what make(i, count, part) gives, with the
+/// offset of each strip of each position. Runs of positions, so that strips side by side share
+/// cache lines.
+template <class T, class Run>
+FN_INLINE void for_runs(const GroupBlock<T>& block, int64_t begin, int64_t end, Run run) {
+  for (int64_t first = begin; first < end; first += kRunPositions) {
+    const int64_t last = end - first < kRunPositions ? end : first + kRunPositions;
+    for_strips<T>(block.channels(), [&](int64_t i, auto count, auto part)
+                                        FN_LAMBDA_INLINE { run(first, last, i, count, part); });
   }
 }
 
-/// kSums sums a channel over `positions`, added to sums[k * stride]; add(i, part, row) gives the
-/// function of a position that adds to its accumulators.
-template <class T, int kSums, class Setup>
-FN_INLINE void channel_sums(const ChannelsLast<T>& layout, int64_t begin, int64_t end, Setup setup,
-                            double* sums) {
+/// Sums of each channel over all positions, on all threads; sums[k * stride + channel]. `sums` has
+/// room for those of each chunk. Sums(block, i, count, part) keeps what a strip needs.
+template <class Sums, class T, class... Args>
+FN_INLINE void channel_sums(const Blocking<T>& blocking, const GroupBlock<T>& block,
+                            const Parallel& parallel, double* sums, const Args&... args) {
   using V = vector_of<T>;
-  for (int64_t first = begin; first < end; first += kBlockPositions) {
-    const int64_t last = end - first < kBlockPositions ? end : first + kBlockPositions;
-    for_columns<T>(layout.channels, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-      V acc[2][kSums] = {};
-      const auto add = setup(i, part);
-      int64_t p = first;
-      for (; p + 2 <= last; p += 2) {
-        add(p * layout.channels + i, acc[0]);
-        add((p + 1) * layout.channels + i, acc[1]);
-      }
-      if (p < last) add(p * layout.channels + i, acc[0]);
-      for (int k = 0; k < kSums; ++k) {
-        add_to(sums + k * layout.stride + i, acc[0][k] + acc[1][k], Full{});
-      }
-    });
-  }
-}
-
-/// body(element, part) for the positions of [begin, end), with `setup` made once for several.
-template <class T, class Setup>
-FN_INLINE void for_positions(const ChannelsLast<T>& layout, int64_t begin, int64_t end,
-                             Setup setup) {
-  for (int64_t first = begin; first < end; first += kTogether) {
-    const int64_t last = end - first < kTogether ? end : first + kTogether;
-    for_columns<T>(layout.channels, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-      const auto body = setup(i, part);
-      for (int64_t p = first; p < last; ++p) body(p * layout.channels + i);
-    });
-  }
-}
-
-/// The sums of all chunks of a sample, on all threads; the first chunk's place holds the total.
-template <class T, int kSums, class Setup>
-FN_INLINE void sample_sums(const ChannelsLast<T>& layout, const Parallel& parallel, double* sums,
-                           Setup setup) {
-  const int64_t size = kSums * layout.stride;
-  parallel_for(parallel, layout.chunks, layout.chunk_bytes(), [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      for (int64_t i = 0; i < size; ++i) sums[c * size + i] = 0;  // of the sweep before
-      channel_sums<T, kSums>(layout, c * layout.chunk, layout.end(c), setup, sums + c * size);
-    }
+  const int64_t stride = block.stride(), size = Sums::kSums * stride;
+  const int64_t step = block.shape.channels();
+  blocking.for_chunks(parallel, [&](int64_t begin, int64_t end, int64_t c) {
+    double* const of_chunk = sums + c * size;
+    for (int64_t i = 0; i < size; ++i) of_chunk[i] = 0;
+    for_runs(block, begin, end,
+             [&](int64_t first, int64_t last, int64_t i, auto count, auto part) FN_LAMBDA_INLINE {
+               typename Sums::template Of<T, count.value, decltype(part)> strip(i, part, args...);
+               V acc[Sums::kSums][count.value] = {};
+               for (int64_t p = first; p < last; ++p)
+                 strip.add(p * step + i, acc, step * kAheadPositions);
+               for (int k = 0; k < Sums::kSums; ++k) {
+                 for (int v = 0; v < count.value; ++v) {
+                   add_to(of_chunk + k * stride + i + v * kLanes<T>, acc[k][v], Full{});
+                 }
+               }
+             });
   });
-  for (int64_t c = 1; c < layout.chunks; ++c) {
+  for (int64_t c = 1; c < blocking.chunks; ++c) {
     for (int64_t i = 0; i < size; ++i) sums[i] += sums[c * size + i];
   }
 }
+
+/// Apply(block, i, count, part)'s store for each strip of each position, on all threads.
+template <class Apply, class T, class... Args>
+FN_INLINE void apply_channels(const Blocking<T>& blocking, const GroupBlock<T>& block,
+                              const Parallel& parallel, const Args&... args) {
+  const int64_t step = block.shape.channels();
+  blocking.for_chunks(parallel, [&](int64_t begin, int64_t end, int64_t) {
+    for_runs(block, begin, end,
+             [&](int64_t first, int64_t last, int64_t i, auto count, auto part) FN_LAMBDA_INLINE {
+               typename Apply::template Of<T, count.value, decltype(part)> strip(i, part, args...);
+               for (int64_t p = first; p < last; ++p)
+                 strip.store_at(p * step + i, step * kAheadPositions);
+             });
+  });
+}
+
+/// A strip of an array.
+template <class T, int n>
+struct Strip {
+  vector_of<T> v[n];
+  FN_INLINE explicit Strip(const acc_of<T>* array) {
+#pragma GCC unroll 4
+    for (int k = 0; k < n; ++k) v[k] = load(array + k * kLanes<T>);
+  }
+};
 
 /// One group of one sample, copied into a contiguous row (channels first) and back: for the few
 /// whose squares over- or underflow.
 template <class T>
 struct GatheredGroup {
-  const ChannelsLast<T>& layout;
+  const GroupBlock<T>& block;
   int64_t group;
 
   template <class F>
   void for_elements(F f) const {
-    const GroupShape& shape = layout.shape;
+    const GroupShape& shape = block.shape;
     for (int64_t d = 0; d < shape.group_channels; ++d) {
       for (int64_t p = 0; p < shape.spatial; ++p) {
-        f(d * shape.spatial + p, p * layout.channels + group * shape.group_channels + d);
+        f(d * shape.spatial + p, p * shape.channels() + group * shape.group_channels + d);
       }
     }
   }
-  void gather(const T* sample, T* row) const {
-    for_elements([&](int64_t to, int64_t from) { row[to] = sample[from]; });
+  void gather(const T* elements, T* row) const {
+    for_elements([&](int64_t to, int64_t from) { row[to] = elements[from]; });
   }
-  void scatter(const T* row, T* sample) const {
-    for_elements([&](int64_t from, int64_t to) { sample[to] = row[from]; });
+  void scatter(const T* row, T* elements) const {
+    for_elements([&](int64_t from, int64_t to) { elements[to] = row[from]; });
   }
 };
 
+/// body(block) for all blocks of a range of samples: side by side if they are many, else one after
+/// the other, each on all threads.
+template <class T, class Body>
+FN_INLINE void for_blocks(const Blocking<T>& blocking, const Parallel& parallel, Body body) {
+  const int64_t blocks = blocking.blocks(), count = blocking.shape.samples * blocks;
+  const auto range = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) body(blocking.block(i / blocks, i % blocks));
+  };
+  if (count < parallel.threads) return range(0, count);
+  parallel_for(parallel, count,
+               blocking.groups * blocking.shape.cols() * static_cast<int64_t>(sizeof(T)), range);
+}
+
 // ---- Forward ----
 
-/// A pivot for each group: the mean of 16 positions spread over the sample.
+/// Of x - pivot and its square.
+struct PivotSums {
+  static constexpr int kSums = 2;
+  template <class T, int n, class Which>
+  struct Of {
+    const T* x;
+    Which part;
+    Strip<T, n> pivot;
+    FN_INLINE Of(int64_t i, Which p, const T* x_, const acc_of<T>* pivots)
+        : x(x_), part(p), pivot(pivots + i) {}
+    FN_INLINE void add(int64_t at, vector_of<T> (&acc)[kSums][n], int64_t ahead) const {
+#pragma GCC unroll 4
+      for (int k = 0; k < n; ++k) {
+        const T* const p = x + at + k * kLanes<T>;
+        __builtin_prefetch(p + ahead);
+        const auto d = load(p, part) - pivot.v[k];
+        acc[0][k] = acc[0][k] + d;
+        acc[1][k] = mul_add(d, d, acc[1][k]);
+      }
+    }
+  };
+};
+
+template <bool kAffine>
+struct Normalize {
+  template <class T, int n, class Which>
+  struct Of {
+    const T* x;
+    T* y;
+    Which part;
+    Strip<T, n> mean, rstd, minus_shift_rstd, weight, bias;
+    FN_INLINE Of(int64_t i, Which p, const T* x_, T* y_, const acc_of<T>* arrays, int64_t stride)
+        : x(x_),
+          y(y_),
+          part(p),
+          mean(arrays + i),
+          rstd(arrays + stride + i),
+          minus_shift_rstd(arrays + 2 * stride + i),
+          weight(arrays + 3 * stride + i),
+          bias(arrays + 4 * stride + i) {}
+    FN_INLINE void store_at(int64_t at, int64_t ahead) const {
+#pragma GCC unroll 4
+      for (int k = 0; k < n; ++k) {
+        const int64_t j = at + k * kLanes<T>;
+        __builtin_prefetch(y + j + ahead, 1);
+        const auto x_hat = normalize<LayerNormStatistics, VectorMath>(
+            load(x + j, part), mean.v[k], rstd.v[k], minus_shift_rstd.v[k]);
+        store(y + j, kAffine ? mul_add(x_hat, weight.v[k], bias.v[k]) : x_hat, part);
+      }
+    }
+  };
+};
+
+/// A pivot for each group: the mean of 16 elements or more, of 4 to 16 positions spread over the
+/// sample.
 template <class T>
-void group_pivots(const ChannelsLast<T>& layout, const T* x, acc_of<T>* pivot) {
+void group_pivots(const GroupBlock<T>& block, const T* x, acc_of<T>* pivot) {
   using V = vector_of<T>;
-  int64_t positions = 16;
-  while (positions > layout.shape.spatial) positions /= 2;
+  const GroupShape& shape = block.shape;
+  int64_t positions = shape.group_channels >= 4 ? 4 : 16 / shape.group_channels;
+  while (positions > shape.spatial) positions /= 2;
   // Divided first, by a power of two and so exactly: the sum of huge values would overflow.
   const V share = Broadcast<V>::of(acc_of<T>(1) / static_cast<acc_of<T>>(positions));
-  for_columns<T>(layout.channels, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
+  for_columns<T>(block.channels(), [&](int64_t i, auto part) FN_LAMBDA_INLINE {
     V sum{};
     for (int64_t k = 0; k < positions; ++k) {
-      const int64_t p = k * layout.shape.spatial / positions;
-      sum = sum + load(x + p * layout.channels + i, part) * share;
+      const int64_t p = k * shape.spatial / positions;
+      sum = sum + load(x + p * shape.channels() + i, part) * share;
     }
     store(pivot + i, sum);
   });
-  for (int64_t g = 0; g < layout.shape.groups; ++g) {
-    const int64_t first = g * layout.shape.group_channels;
+  for (int64_t g = 0; g < block.groups; ++g) {
     double sum = 0;
-    for (int64_t d = 0; d < layout.shape.group_channels; ++d) {
-      sum += static_cast<double>(pivot[first + d]);
+    for (int64_t d = 0; d < shape.group_channels; ++d) {
+      sum += static_cast<double>(pivot[g * shape.group_channels + d]);
     }
-    sum /= static_cast<double>(layout.shape.group_channels);
-    layout.spread(g, static_cast<acc_of<T>>(sum), pivot);
+    sum /= static_cast<double>(shape.group_channels);
+    block.spread(g, static_cast<acc_of<T>>(sum), pivot);
   }
 }
 
@@ -180,142 +300,182 @@ FN_INLINE bool statistics_about(acc_t pivot, double sum, double sum_squares, dou
 }
 
 template <class T>
-void channels_last_forward_sample(const GroupForwardArgs& args, const ChannelsLast<T>& layout,
-                                  const Parallel& parallel, int64_t sample) {
+void channels_last_forward_block(const GroupForwardArgs& args, const Blocking<T>& blocking,
+                                 const GroupBlock<T>& block, const Parallel& parallel) {
   using acc_t = acc_of<T>;
-  using V = vector_of<T>;
   const GroupShape& shape = args.shape;
-  const T* const x = static_cast<const T*>(args.input) + sample * shape.sample_size();
-  T* const y = static_cast<T*>(args.output) + sample * shape.sample_size();
-  const Scratch<double> sums(layout.chunks * 2 * layout.stride);
-  const Scratch<acc_t> arrays(4 * layout.stride);
-  acc_t *const pivot = arrays.data, *const mean = pivot + layout.stride;
-  acc_t *const rstd = mean + layout.stride, *const minus_shift_rstd = rstd + layout.stride;
-  const Scratch<RowStatistics<acc_t>> rows(shape.groups);
-  const Scratch<bool> extreme(shape.groups);
-  const double count = static_cast<double>(shape.cols());
+  const T* const x = static_cast<const T*>(args.input) + block.offset();
+  T* const y = static_cast<T*>(args.output) + block.offset();
+  const int64_t stride = block.stride();
+  const Scratch<double> sums(blocking.chunks * PivotSums::kSums * stride);
+  const Scratch<acc_t> arrays(6 * stride);
+  acc_t *const mean = arrays.data, *const rstd = mean + stride;
+  acc_t *const minus_shift_rstd = rstd + stride, *const weight = minus_shift_rstd + stride;
+  acc_t *const bias = weight + stride, *const pivot = bias + stride;
+  const Scratch<RowStatistics<acc_t>> rows(block.groups);
+  const Scratch<bool> extreme(block.groups);
 
-  group_pivots(layout, x, pivot);
+  group_pivots(block, x, pivot);
   bool all_close = false;
   for (int sweep = 0; sweep < 3 && !all_close; ++sweep) {
-    sample_sums<T, 2>(layout, parallel, sums.data, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-      return [x, part, about = load(pivot + i)](int64_t at, V(&acc)[2]) FN_LAMBDA_INLINE {
-        const V d = load(x + at, part) - about;
-        acc[0] = acc[0] + d;
-        acc[1] = mul_add(d, d, acc[1]);
-      };
-    });
+    channel_sums<PivotSums>(blocking, block, parallel, sums.data, x, pivot);
     all_close = true;
-    for (int64_t g = 0; g < shape.groups; ++g) {
+    for (int64_t g = 0; g < block.groups; ++g) {
       double sum = 0, sum_squares = 0;
       const int64_t first = g * shape.group_channels;
       for (int64_t c = first; c < first + shape.group_channels; ++c) {
         sum += sums.data[c];
-        sum_squares += sums.data[layout.stride + c];
+        sum_squares += sums.data[stride + c];
       }
       bool close;
-      extreme.data[g] = !statistics_about(pivot[first], sum, sum_squares, count, args.params,
-                                          &close, &rows.data[g]);
+      extreme.data[g] =
+          !statistics_about(pivot[first], sum, sum_squares, static_cast<double>(shape.cols()),
+                            args.params, &close, &rows.data[g]);
       if (!close && sweep < 2) {
-        layout.spread(g, rows.data[g].mean, pivot);
+        block.spread(g, rows.data[g].mean, pivot);
         all_close = false;
       }
     }
   }
-  for (int64_t g = 0; g < shape.groups; ++g) {
-    layout.spread(g, rows.data[g].mean, mean);
-    layout.spread(g, rows.data[g].rstd, rstd);
-    layout.spread(g, rows.data[g].minus_shift_rstd, minus_shift_rstd);
+  for (int64_t g = 0; g < block.groups; ++g) {
+    block.spread(g, rows.data[g].mean, mean);
+    block.spread(g, rows.data[g].rstd, rstd);
+    block.spread(g, rows.data[g].minus_shift_rstd, minus_shift_rstd);
   }
 
-  const auto normalized = [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-    return [x, part, m = load(mean + i), r = load(rstd + i),
-            s = load(minus_shift_rstd + i)](int64_t at) FN_LAMBDA_INLINE {
-      return normalize<LayerNormStatistics, VectorMath>(load(x + at, part), m, r, s);
-    };
-  };
-  const acc_t* const weight = static_cast<const acc_t*>(args.weight);
-  const acc_t* const bias = static_cast<const acc_t*>(args.bias);
-  parallel_for(parallel, layout.chunks, layout.chunk_bytes(), [&](int64_t begin, int64_t end) {
-    if (weight == nullptr) {
-      for_positions(layout, begin * layout.chunk, layout.end(end - 1),
-                    [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-                      return [y, part, x_hat = normalized(i, part)](int64_t at)
-                                 FN_LAMBDA_INLINE { store(y + at, x_hat(at), part); };
-                    });
-    } else {
-      for_positions(layout, begin * layout.chunk, layout.end(end - 1),
-                    [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-                      return [y, part, x_hat = normalized(i, part), w = load(weight + i, part),
-                              b = load(bias + i, part)](int64_t at) FN_LAMBDA_INLINE {
-                        store(y + at, mul_add(x_hat(at), w, b), part);
-                      };
-                    });
+  if (args.weight == nullptr) {
+    apply_channels<Normalize<false>>(blocking, block, parallel, x, y, mean, stride);
+  } else {
+    const int64_t first = block.first_channel();
+    for (int64_t c = 0; c < block.channels(); ++c) {
+      weight[c] = static_cast<const acc_t*>(args.weight)[first + c];
+      bias[c] = static_cast<const acc_t*>(args.bias)[first + c];
     }
-  });
+    apply_channels<Normalize<true>>(blocking, block, parallel, x, y, mean, stride);
+  }
 
-  for (int64_t g = 0; g < shape.groups; ++g) {
+  for (int64_t g = 0; g < block.groups; ++g) {
     if (__builtin_expect(extreme.data[g], 0)) {
       const Scratch<T> row(2 * shape.cols());
-      const GatheredGroup<T> gathered{layout, g};
+      const GatheredGroup<T> gathered{block, g};
       gathered.gather(x, row.data);
-      group_forward_row(args, g, row.data, row.data + shape.cols(), &rows.data[g]);
+      group_forward_row(args, block.first_group + g, row.data, row.data + shape.cols(),
+                        &rows.data[g]);
       gathered.scatter(row.data + shape.cols(), y);
     }
-    save_statistics(args, sample * shape.groups + g, rows.data[g]);
+    save_statistics(args, block.row(g), rows.data[g]);
   }
 }
 
 template <class T>
 void channels_last_forward(const GroupForwardArgs& args, const Parallel& parallel) {
-  const ChannelsLast<T> layout(args.shape);
-  for_samples(parallel, args.shape.samples, args.shape.sample_size() * sizeof(T),
-              [&](int64_t n) { channels_last_forward_sample<T>(args, layout, parallel, n); });
+  const Blocking<T> blocking(args.shape, 1);
+  for_blocks(blocking, parallel, [&](const GroupBlock<T>& block) {
+    channels_last_forward_block(args, blocking, block, parallel);
+  });
 }
 
 // ---- Backward ----
 
-template <class T>
-void channels_last_backward_sample(const GroupBackwardArgs& args, const ChannelsLast<T>& layout,
-                                   const Parallel& parallel, int64_t sample, double* grad_weight,
-                                   double* grad_bias) {
-  using acc_t = acc_of<T>;
-  using V = vector_of<T>;
-  const GroupShape& shape = args.shape;
-  const int64_t offset = sample * shape.sample_size();
-  const T* const x = static_cast<const T*>(args.input) + offset;
-  const T* const grad_output = static_cast<const T*>(args.grad_output) + offset;
-  T* const dx = args.grad_input == nullptr ? nullptr : static_cast<T*>(args.grad_input) + offset;
-  const acc_t* const saved_mean = static_cast<const acc_t*>(args.mean) + sample * shape.groups;
-  const acc_t* const saved_rstd = static_cast<const acc_t*>(args.rstd) + sample * shape.groups;
-  const acc_t* const weight = static_cast<const acc_t*>(args.weight);
-  const Scratch<double> sums(layout.chunks * 3 * layout.stride);
-  const Scratch<acc_t> arrays(5 * layout.stride);
-  acc_t *const mean = arrays.data, *const rstd = mean + layout.stride;
-  acc_t *const minus_shift = rstd + layout.stride, *const mean_g = minus_shift + layout.stride;
-  acc_t* const minus_projection = mean_g + layout.stride;
+/// Of t = (x - mean) * rstd, of grad_output and of grad_output * t.
+struct GradientSums {
+  static constexpr int kSums = 3;
+  template <class T, int n, class Which>
+  struct Of {
+    const T *x, *grad_output;
+    Which part;
+    Strip<T, n> mean, rstd;
+    FN_INLINE Of(int64_t i, Which p, const T* x_, const T* g, const acc_of<T>* arrays,
+                 int64_t stride)
+        : x(x_), grad_output(g), part(p), mean(arrays + i), rstd(arrays + stride + i) {}
+    FN_INLINE void add(int64_t at, vector_of<T> (&acc)[kSums][n], int64_t ahead) const {
+#pragma GCC unroll 4
+      for (int k = 0; k < n; ++k) {
+        const int64_t j = at + k * kLanes<T>;
+        __builtin_prefetch(x + j + ahead);
+        __builtin_prefetch(grad_output + j + ahead);
+        const auto t = (load(x + j, part) - mean.v[k]) * rstd.v[k];
+        const auto g = load(grad_output + j, part);
+        acc[0][k] = acc[0][k] + t;
+        acc[1][k] = acc[1][k] + g;
+        acc[2][k] = mul_add(g, t, acc[2][k]);
+      }
+    }
+  };
+};
 
-  for (int64_t g = 0; g < shape.groups; ++g) {
-    layout.spread(g, saved_mean[g], mean);
-    layout.spread(g, saved_rstd[g], rstd);
+struct GradInput {
+  template <class T, int n, class Which>
+  struct Of {
+    const T *x, *grad_output;
+    T* dx;
+    Which part;
+    Strip<T, n> mean, rstd, minus_shift, mean_g, minus_projection, weight;
+    FN_INLINE Of(int64_t i, Which p, const T* x_, const T* g, T* d, const acc_of<T>* arrays,
+                 int64_t stride)
+        : x(x_),
+          grad_output(g),
+          dx(d),
+          part(p),
+          mean(arrays + i),
+          rstd(arrays + stride + i),
+          minus_shift(arrays + 2 * stride + i),
+          mean_g(arrays + 3 * stride + i),
+          minus_projection(arrays + 4 * stride + i),
+          weight(arrays + 5 * stride + i) {}
+    FN_INLINE void store_at(int64_t at, int64_t ahead) const {
+#pragma GCC unroll 4
+      for (int k = 0; k < n; ++k) {
+        const int64_t j = at + k * kLanes<T>;
+        __builtin_prefetch(dx + j + ahead, 1);
+        const auto x_hat = normalize<LayerNormStatistics, VectorMath>(load(x + j, part), mean.v[k],
+                                                                      rstd.v[k], minus_shift.v[k]);
+        store(dx + j,
+              grad_input<LayerNormStatistics, VectorMath>(load(grad_output + j, part) * weight.v[k],
+                                                          x_hat, mean_g.v[k], minus_projection.v[k],
+                                                          rstd.v[k]),
+              part);
+      }
+    }
+  };
+};
+
+/// grad_weight and grad_bias: of the block's channels, added to; null: not wanted.
+template <class T>
+void channels_last_backward_block(const GroupBackwardArgs& args, const Blocking<T>& blocking,
+                                  const GroupBlock<T>& block, const Parallel& parallel,
+                                  double* grad_weight, double* grad_bias) {
+  using acc_t = acc_of<T>;
+  const GroupShape& shape = args.shape;
+  const T* const x = static_cast<const T*>(args.input) + block.offset();
+  const T* const grad_output = static_cast<const T*>(args.grad_output) + block.offset();
+  T* const dx =
+      args.grad_input == nullptr ? nullptr : static_cast<T*>(args.grad_input) + block.offset();
+  const acc_t* const saved_mean = static_cast<const acc_t*>(args.mean) + block.row(0);
+  const acc_t* const saved_rstd = static_cast<const acc_t*>(args.rstd) + block.row(0);
+  const int64_t stride = block.stride();
+  const Scratch<double> sums(blocking.chunks * GradientSums::kSums * stride);
+  const Scratch<acc_t> arrays(6 * stride);
+  acc_t *const mean = arrays.data, *const rstd = mean + stride;
+  acc_t *const minus_shift = rstd + stride, *const mean_g = minus_shift + stride;
+  acc_t *const minus_projection = mean_g + stride, *const weight = minus_projection + stride;
+  for (int64_t c = 0; c < block.channels(); ++c) {
+    weight[c] = args.weight == nullptr
+                    ? acc_t(1)
+                    : static_cast<const acc_t*>(args.weight)[block.first_channel() + c];
   }
-  sample_sums<T, 3>(layout, parallel, sums.data, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-    return [x, grad_output, part, m = load(mean + i), r = load(rstd + i)](int64_t at, V(&acc)[3])
-               FN_LAMBDA_INLINE {
-                 const V t = (load(x + at, part) - m) * r;
-                 const V g = load(grad_output + at, part);
-                 acc[0] = acc[0] + t;
-                 acc[1] = acc[1] + g;
-                 acc[2] = mul_add(g, t, acc[2]);
-               };
-  });
-  const double *const of_t = sums.data, *const of_g = of_t + layout.stride;
-  const double* const of_gt = of_g + layout.stride;
-  for (int64_t g = 0; g < shape.groups; ++g) {
+  for (int64_t g = 0; g < block.groups; ++g) {
+    block.spread(g, saved_mean[g], mean);
+    block.spread(g, saved_rstd[g], rstd);
+  }
+
+  channel_sums<GradientSums>(blocking, block, parallel, sums.data, x, grad_output, mean, stride);
+  const double *const of_t = sums.data, *const of_g = of_t + stride, *const of_gt = of_g + stride;
+  for (int64_t g = 0; g < block.groups; ++g) {
     double sum_t = 0, sum_g = 0, sum_gt = 0;
     const int64_t first = g * shape.group_channels, last = first + shape.group_channels;
     for (int64_t c = first; c < last; ++c) {
-      const double w = weight == nullptr ? 1.0 : static_cast<double>(weight[c]);
+      const double w = static_cast<double>(weight[c]);
       sum_t += of_t[c];
       sum_g += w * of_g[c];
       sum_gt += w * of_gt[c];
@@ -328,44 +488,27 @@ void channels_last_backward_sample(const GroupBackwardArgs& args, const Channels
         grad_bias[c] += of_g[c];
       }
     }
-    layout.spread(g, k.minus_shift, minus_shift);
-    layout.spread(g, k.mean_g, mean_g);
-    layout.spread(g, k.minus_projection, minus_projection);
+    block.spread(g, k.minus_shift, minus_shift);
+    block.spread(g, k.mean_g, mean_g);
+    block.spread(g, k.minus_projection, minus_projection);
   }
-
   if (dx != nullptr) {
-    parallel_for(parallel, layout.chunks, layout.chunk_bytes(), [&](int64_t begin, int64_t end) {
-      for_positions(layout, begin * layout.chunk, layout.end(end - 1),
-                    [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-                      V w = Broadcast<V>::of(acc_t(1));
-                      if (weight != nullptr) w = load(weight + i, part);
-                      return [x, grad_output, dx, part, w, m = load(mean + i), r = load(rstd + i),
-                              s = load(minus_shift + i), mg = load(mean_g + i),
-                              mp = load(minus_projection + i)](int64_t at) FN_LAMBDA_INLINE {
-                        const V x_hat =
-                            normalize<LayerNormStatistics, VectorMath>(load(x + at, part), m, r, s);
-                        store(dx + at,
-                              grad_input<LayerNormStatistics, VectorMath>(
-                                  load(grad_output + at, part) * w, x_hat, mg, mp, r),
-                              part);
-                      };
-                    });
-    });
+    apply_channels<GradInput>(blocking, block, parallel, x, grad_output, dx, mean, stride);
   }
 
-  for (int64_t g = 0; g < shape.groups; ++g) {
+  for (int64_t g = 0; g < block.groups; ++g) {
     if (__builtin_expect(is_ordinary(saved_rstd[g]), 1)) continue;
     const int64_t cols = shape.cols(), first = g * shape.group_channels;
     const Scratch<T> rows(3 * cols);
     const Scratch<double> channel(2 * shape.group_channels);
-    const GatheredGroup<T> gathered{layout, g};
+    const GatheredGroup<T> gathered{block, g};
     gathered.gather(x, rows.data);
     gathered.gather(grad_output, rows.data + cols);
     group_backward_row<T>(shape, args.params,
                           {rows.data,
                            rows.data + cols,
                            dx == nullptr ? nullptr : rows.data + 2 * cols,
-                           weight == nullptr ? nullptr : weight + first,
+                           weight + first,
                            grad_weight == nullptr ? nullptr : grad_weight + first,
                            grad_bias == nullptr ? nullptr : grad_bias + first,
                            saved_mean[g],
@@ -378,16 +521,34 @@ void channels_last_backward_sample(const GroupBackwardArgs& args, const Channels
 
 template <class T>
 void channels_last_backward(const GroupBackwardArgs& args, const Parallel& parallel) {
-  const ChannelsLast<T> layout(args.shape);
+  const Blocking<T> blocking(args.shape, 2);
   ChannelGradients gradients(args);
-  for_samples(parallel, gradients.chunks,
-              gradients.chunk * args.shape.sample_size() * static_cast<int64_t>(sizeof(T)),
-              [&](int64_t c) {
-                for (int64_t n = gradients.begin(c); n < gradients.end(c); ++n) {
-                  channels_last_backward_sample<T>(args, layout, parallel, n, gradients.weight(c),
-                                                   gradients.bias(c));
-                }
-              });
+  const int64_t blocks = blocking.blocks(), count = gradients.chunks * blocks;
+  // A range of (chunk of samples, block): the samples of a chunk in order, the range's blocks of
+  // each.
+  const auto range = [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin / blocks; c * blocks < end; ++c) {
+      const int64_t first = begin > c * blocks ? begin - c * blocks : 0;
+      const int64_t last = end < (c + 1) * blocks ? end - c * blocks : blocks;
+      for (int64_t n = gradients.begin(c); n < gradients.end(c); ++n) {
+        for (int64_t b = first; b < last; ++b) {
+          const GroupBlock<T> block = blocking.block(n, b);
+          double *const dw = gradients.weight(c), *const db = gradients.bias(c);
+          channels_last_backward_block(args, blocking, block, parallel,
+                                       dw == nullptr ? nullptr : dw + block.first_channel(),
+                                       db == nullptr ? nullptr : db + block.first_channel());
+        }
+      }
+    }
+  };
+  if (count < parallel.threads) {
+    range(0, count);
+  } else {
+    parallel_for(
+        parallel, count,
+        gradients.chunk * blocking.groups * args.shape.cols() * static_cast<int64_t>(sizeof(T)),
+        range);
+  }
   gradients.finish();
 }
 

@@ -185,6 +185,69 @@ FN_INLINE GroupCoefficients<acc_t> group_coefficients(double sum_t, double sum_g
               -projection_of(sum_gt - shift * sum_g, double{rstd}, kUnit, count, params))};
 }
 
+/// The sums of the lanes of two vectors.
+FN_INLINE void sum_lanes_of_two(f64v a, f64v b, double* sums) {
+  sums[0] = sum_lanes(a);
+  sums[1] = sum_lanes(b);
+}
+FN_INLINE void sum_lanes_of_two(f32v a, f32v b, double* sums) {
+#if defined(FUSEDNORM_AVX512)
+  // The first step takes both: 9 instructions in place of 18.
+  const __m512 both = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b),
+                                    _mm512_unpackhi_ps((__m512)a, (__m512)b));
+  const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(both), _mm512_extractf32x8_ps(both, 1));
+  const __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  _mm_storeu_pd(sums, _mm_cvtps_pd(_mm_add_ps(t, _mm_movehl_ps(t, t))));
+#else
+  sums[0] = static_cast<double>(sum_lanes(a));
+  sums[1] = static_cast<double>(sum_lanes(b));
+#endif
+}
+
+/// Sums of the runs of a group, each of grad_output and of grad_output * t with
+/// t = (x - mean) * rstd, to sums[2 * channel]; returns the sum of t over the group.
+template <class In, class T>
+FN_INLINE double run_sums(const GroupRow<In, T>& row, int64_t channels, int64_t spatial,
+                          double* sums) {
+  using V = vector_of<T>;
+  const V mean = Broadcast<V>::of(row.mean), rstd = Broadcast<V>::of(row.rstd);
+  const In* x = row.x;
+  const T* grad_output = row.grad_output;
+  const auto add = [&](int64_t i, auto part, V(&acc)[3]) FN_LAMBDA_INLINE {
+    const V t = keep((load(x + i, part) - mean) * rstd, part);
+    const V g = load(grad_output + i, part);
+    acc[0] = acc[0] + t;
+    acc[1] = acc[1] + g;
+    acc[2] = mul_add(g, t, acc[2]);
+  };
+  double sum_t = 0;
+  if (spatial > 16 * kLanes<T>) {
+    for (int64_t c = 0; c < channels; ++c, x += spatial, grad_output += spatial) {
+      double run[3];
+      row_sums<T>(spatial, add, run);
+      sum_t += run[0];
+      sums[2 * c] = run[1];
+      sums[2 * c + 1] = run[2];
+    }
+    return sum_t;
+  }
+  // Short runs: a single chain of additions each; t's goes on for some runs.
+  V acc[3] = {};
+  int64_t additions = 0;
+  for (int64_t c = 0; c < channels; ++c, x += spatial, grad_output += spatial) {
+    acc[1] = acc[2] = V{};
+    for_columns<T>(spatial, [&](int64_t i, auto part) FN_LAMBDA_INLINE { add(i, part, acc); });
+    sum_lanes_of_two(acc[1], acc[2], sums + 2 * c);
+    additions += spatial;
+    if (additions > 16 * kLanes<T>) {
+      sum_t += static_cast<double>(sum_lanes(acc[0]));
+      acc[0] = V{};
+      additions = 0;
+    }
+  }
+  return sum_t + static_cast<double>(sum_lanes(acc[0]));
+}
+
 /// `sums` has room for 2 * group_channels.
 template <bool kScaled, class In, class T>
 FN_INLINE void group_backward_runs(const GroupShape& shape, const NormParams& params,
@@ -195,28 +258,12 @@ FN_INLINE void group_backward_runs(const GroupShape& shape, const NormParams& pa
   const bool one_run = row.weight == nullptr && row.grad_weight == nullptr;
   const int64_t channels = one_run ? 1 : shape.group_channels;
   const int64_t spatial = one_run ? shape.cols() : shape.spatial;
-  const V mean = Broadcast<V>::of(row.mean), rstd = Broadcast<V>::of(row.rstd);
-  double sum_t = 0, sum_g = 0, sum_gt = 0;
+  const double sum_t = run_sums(row, channels, spatial, sums);
+  double sum_g = 0, sum_gt = 0;
   for (int64_t c = 0; c < channels; ++c) {
-    const In* x = row.x + c * spatial;
-    const T* grad_output = row.grad_output + c * spatial;
-    double run[3];
-    row_sums<T>(
-        spatial,
-        [&](int64_t i, auto part, V(&acc)[3]) FN_LAMBDA_INLINE {
-          const V t = keep((load(x + i, part) - mean) * rstd, part);
-          const V g = load(grad_output + i, part);
-          acc[0] = acc[0] + t;
-          acc[1] = acc[1] + g;
-          acc[2] = mul_add(g, t, acc[2]);
-        },
-        run);
     const double w = row.weight == nullptr ? 1.0 : static_cast<double>(row.weight[c]);
-    sum_t += run[0];
-    sum_g += w * run[1];
-    sum_gt += w * run[2];
-    sums[2 * c] = run[1];
-    sums[2 * c + 1] = run[2];
+    sum_g += w * sums[2 * c];
+    sum_gt += w * sums[2 * c + 1];
   }
   const auto k =
       group_coefficients(sum_t, sum_g, sum_gt, static_cast<double>(shape.cols()), row.rstd, params);
@@ -227,12 +274,13 @@ FN_INLINE void group_backward_runs(const GroupShape& shape, const NormParams& pa
     }
   }
   if (row.grad_input == nullptr) return;
+  const V mean = Broadcast<V>::of(row.mean), rstd = Broadcast<V>::of(row.rstd);
   const V minus_shift = Broadcast<V>::of(k.minus_shift), mean_g = Broadcast<V>::of(k.mean_g);
   const V minus_projection = Broadcast<V>::of(k.minus_projection);
   for (int64_t c = 0; c < channels; ++c) {
-    const In* x = row.x + c * spatial;
-    const T* grad_output = row.grad_output + c * spatial;
-    T* grad_input_run = row.grad_input + c * spatial;
+    const In* const x = row.x + c * spatial;
+    const T* const grad_output = row.grad_output + c * spatial;
+    T* const dx = row.grad_input + c * spatial;
     const V w = Broadcast<V>::of(row.weight == nullptr ? acc_t(1) : row.weight[c]);
     for_columns<T>(spatial, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
       const V x_hat =
@@ -242,7 +290,7 @@ FN_INLINE void group_backward_runs(const GroupShape& shape, const NormParams& pa
       if constexpr (kScaled) {
         d = d * Broadcast<V>::of(row.scale[0]) * Broadcast<V>::of(row.scale[1]);
       }
-      store(grad_input_run + i, d, part);
+      store(dx + i, d, part);
     });
   }
 }
