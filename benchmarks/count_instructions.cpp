@@ -45,10 +45,10 @@ RowLayout layout(const std::vector<uint8_t>& values, int64_t rows, int64_t cols)
 void count(const KernelTable& table, bool centered, DType dtype, int64_t rows, int64_t cols) {
   const auto x = elements(rows * cols, dtype), g = elements(rows * cols + 7, dtype);
   std::vector<uint8_t> y(x.size()), dx(x.size());
-  std::vector<float> weight(static_cast<size_t>(cols), 1.25f),
-      bias(static_cast<size_t>(cols), 0.5f);
+  const auto parameters = static_cast<size_t>(table.parameter_size(dtype, cols));
+  std::vector<float> weight(parameters, 1.25f), bias(parameters, 0.5f);
   std::vector<float> mean(static_cast<size_t>(rows)), rstd(static_cast<size_t>(rows));
-  std::vector<float> dw(static_cast<size_t>(cols)), db(static_cast<size_t>(cols));
+  std::vector<float> dw(parameters), db(parameters);
 
   ForwardArgs forward;
   forward.input = layout(x, rows, cols);

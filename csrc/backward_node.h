@@ -7,6 +7,7 @@
 #include <torch/headeronly/version.h>
 
 #include <string>
+#include <vector>
 
 #include "ops.h"
 
@@ -14,39 +15,40 @@ namespace fusednorm {
 
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
-using Mask = std::array<bool, 3>;
 
-inline bool present(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->defined();
-}
-
-/// The backward of one kind of norm. Keeps the input, the weight and the row statistics, nothing
-/// else. Constants has what a backward needs to know apart from tensors:
-///     const char* name() const
-///     void collect(CompiledNodeArgs&) const     what a compiled graph is cached by
-///     variable_list gradients(grad_output, input, normalized_shape, mean, rstd, weight, Mask)
-///     const
+/// The backward of a norm: keeps what was normalized (the input, or the sum of a fused residual
+/// operator), the weight and the row statistics, nothing else. Constants is what a backward needs
+/// to know apart from these:
+///     std::string name() const
+///     bool rows_are_output() const    what was normalized is an output of the forward
+///     void collect(CompiledNodeArgs&) const    what a compiled graph is cached by
+///     variable_list gradients(grads, rows, normalized_shape, mean, rstd, weight, wanted) const
+/// where `wanted` has a flag for each edge, and gradients returns as many tensors.
 template <class Constants>
-class NormBackward : public torch::autograd::Node {
+class BackwardNode : public torch::autograd::Node {
  public:
-  NormBackward(Constants constants, const ForwardInputs& in)
+  /// `rows`: undefined where they are an output.
+  BackwardNode(Constants constants, c10::SymIntArrayRef normalized_shape, const Tensor& rows,
+               const OptionalTensor& weight, torch::autograd::edge_list&& edges)
       : constants_(std::move(constants)),
-        normalized_shape_(in.normalized_shape.begin(), in.normalized_shape.end()),
-        input_(in.input, /*is_output=*/false),
-        weight_(in.weight, /*is_output=*/false) {
-    set_next_edges(torch::autograd::collect_next_edges(in.input, in.weight, in.bias));
+        normalized_shape_(normalized_shape.begin(), normalized_shape.end()),
+        rows_(rows, /*is_output=*/false),
+        weight_(weight, /*is_output=*/false) {
+    set_next_edges(std::move(edges));
   }
 
-  void save_statistics(const Tensor& mean, const Tensor& rstd) {
+  /// What forward returned, once its history is set. The sum refers back to this node: as an output
+  /// it is kept without a cycle.
+  void save_results(const Tensor& residual_out, const Tensor& mean, const Tensor& rstd) {
+    if (constants_.rows_are_output()) rows_ = SavedVariable(residual_out, /*is_output=*/true);
     mean_ = SavedVariable(mean, /*is_output=*/false);
     rstd_ = SavedVariable(rstd, /*is_output=*/false);
   }
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!grads[0].defined()) return variable_list(3);
-    return constants_.gradients(grads[0], input_.unpack(), normalized_shape_, mean_.unpack(),
-                                rstd_.unpack(), weight_.unpack(), mask());
+    return constants_.gradients(grads, rows_.unpack(getptr()), normalized_shape_, mean_.unpack(),
+                                rstd_.unpack(), weight_.unpack(), wanted());
   }
 
   void release_variables() override {
@@ -61,7 +63,8 @@ class NormBackward : public torch::autograd::Node {
   // shape.
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    for (const SavedVariable* saved : {&input_, &weight_, &mean_, &rstd_}) {
+    args.collect(rows_, /*is_output=*/constants_.rows_are_output());
+    for (const SavedVariable* saved : {&weight_, &mean_, &rstd_}) {
       args.collect(*saved, /*is_output=*/false);
     }
     args.collect(normalized_shape_);
@@ -74,10 +77,9 @@ class NormBackward : public torch::autograd::Node {
     for (SavedVariable* saved : saved_variables()) swap.before(*saved);
     swap.before(normalized_shape_);
     torch::dynamo::autograd::PackedArgs packed;
-    for (const SavedVariable* saved : saved_variables()) packed.pack(saved->unpack());
+    for (const SavedVariable* saved : saved_variables()) packed.pack(saved->unpack(getptr()));
     packed.pack(normalized_shape_);
-    const Mask wanted = mask();
-    packed.pack(std::vector<bool>(wanted.begin(), wanted.end()));
+    packed.pack(wanted());
     const std::vector<at::TypePtr> types{at::TensorType::get(),
                                          at::TensorType::get(),
                                          at::TensorType::get(),
@@ -90,13 +92,11 @@ class NormBackward : public torch::autograd::Node {
         [constants = constants_](const variable_list& traced_grads,
                                  const std::vector<c10::IValue>& values) {
           torch::dynamo::autograd::PackedArgs args(values);
-          const auto input = args.unpack<Tensor>(), weight = args.unpack<Tensor>();
+          const auto rows = args.unpack<Tensor>(), weight = args.unpack<Tensor>();
           const auto mean = args.unpack<Tensor>(), rstd = args.unpack<Tensor>();
           const auto shape = args.unpack<std::vector<c10::SymInt>>();
-          const auto wanted_list = args.unpack<std::vector<bool>>();
-          if (!traced_grads[0].defined()) return variable_list(3);
-          return constants.gradients(traced_grads[0], input, shape, mean, rstd, weight,
-                                     {wanted_list[0], wanted_list[1], wanted_list[2]});
+          const auto wanted = args.unpack<std::vector<bool>>();
+          return constants.gradients(traced_grads, rows, shape, mean, rstd, weight, wanted);
         },
         types, /*is_custom_function=*/true);
     const auto metadata = torch::dynamo::autograd::get_input_metadata(next_edges());
@@ -109,24 +109,26 @@ class NormBackward : public torch::autograd::Node {
   }
 
  private:
-  std::array<SavedVariable*, 4> saved_variables() { return {&input_, &weight_, &mean_, &rstd_}; }
-  Mask mask() const {
-    return {task_should_compute_output(0), task_should_compute_output(1),
-            task_should_compute_output(2)};
+  std::array<SavedVariable*, 4> saved_variables() { return {&rows_, &weight_, &mean_, &rstd_}; }
+  std::vector<bool> wanted() const {
+    std::vector<bool> result;
+    for (size_t i = 0; i < num_outputs(); ++i) result.push_back(task_should_compute_output(i));
+    return result;
   }
 
   Constants constants_;
   std::vector<c10::SymInt> normalized_shape_;
-  SavedVariable input_, weight_, mean_, rstd_;
+  SavedVariable rows_, weight_, mean_, rstd_;
 };
 
-template <class Constants>
-auto make_node(Constants constants, const ForwardInputs& in) {
-  using Node = NormBackward<Constants>;
+template <class Constants, class... Args>
+auto make_node(Constants constants, Args&&... args) {
+  using Node = BackwardNode<Constants>;
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
-  return c10::make_intrusive<Node>(std::move(constants), in);
+  return c10::make_intrusive<Node>(std::move(constants), std::forward<Args>(args)...);
 #else
-  return std::shared_ptr<Node>(new Node(std::move(constants), in), torch::autograd::deleteNode);
+  return std::shared_ptr<Node>(new Node(std::move(constants), std::forward<Args>(args)...),
+                               torch::autograd::deleteNode);
 #endif
 }
 

@@ -62,6 +62,14 @@ c10::SmallVector<int64_t, 4> shape_of(PyObject* object) {
   return shape;
 }
 
+PyObject* wrap(Tensor output) { return THPVariable_Wrap(std::move(output)); }
+PyObject* wrap(std::tuple<Tensor, Tensor> outputs) {
+  pybind11::tuple pair(2);
+  pair[0] = pybind11::reinterpret_steal<pybind11::object>(wrap(std::get<0>(std::move(outputs))));
+  pair[1] = pybind11::reinterpret_steal<pybind11::object>(wrap(std::get<1>(std::move(outputs))));
+  return pair.release().ptr();
+}
+
 template <class F>
 PyObject* fast_call(PyObject* const* args, Py_ssize_t count, Py_ssize_t expected, F f) {
   HANDLE_TH_ERRORS
@@ -69,11 +77,26 @@ PyObject* fast_call(PyObject* const* args, Py_ssize_t count, Py_ssize_t expected
                    count);
   if (at::impl::torch_function_mode_enabled()) Py_RETURN_NONE;
   try {
-    return THPVariable_Wrap(f(args));
+    return wrap(f(args));
   } catch (const NotFast&) {
     Py_RETURN_NONE;
   }
   END_HANDLE_TH_ERRORS
+}
+
+fusednorm::LayerNormOptions layer_norm_options_of(PyObject* const* a) {
+  return {double_of(a[0]), bool_of(a[1]), bool_of(a[2])};
+}
+
+std::optional<double> optional_double_of(PyObject* object) {
+  return object == Py_None ? std::nullopt : std::optional<double>(double_of(object));
+}
+
+fusednorm::RmsNormOptions rms_norm_options_of(PyObject* const* a) {
+  if (!PyUnicode_Check(a[1])) throw NotFast();
+  const char* casting_mode = PyUnicode_AsUTF8(a[1]);
+  if (casting_mode == nullptr) throw python_error();
+  return {double_of(a[0]), casting_mode};
 }
 
 // (input, normalized_shape, weight, bias, eps, weight_offset, eps_outside, unbiased)
@@ -83,7 +106,7 @@ PyObject* layer_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const auto shape = shape_of(a[1]);
     const auto weight = optional_tensor_of(a[2]), bias = optional_tensor_of(a[3]);
     const double eps = double_of(a[4]);
-    const fusednorm::LayerNormOptions options{double_of(a[5]), bool_of(a[6]), bool_of(a[7])};
+    const auto options = layer_norm_options_of(a + 5);
     pybind11::gil_scoped_release no_gil;
     return fusednorm::layer_norm(input, shape, weight, bias, eps, options);
   });
@@ -95,14 +118,38 @@ PyObject* rms_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const Tensor& input = tensor_of(a[0]);
     const auto shape = shape_of(a[1]);
     const auto weight = optional_tensor_of(a[2]);
-    const std::optional<double> eps =
-        a[3] == Py_None ? std::nullopt : std::optional<double>(double_of(a[3]));
-    if (!PyUnicode_Check(a[5])) throw NotFast();
-    const char* casting_mode = PyUnicode_AsUTF8(a[5]);
-    if (casting_mode == nullptr) throw python_error();
-    const fusednorm::RmsNormOptions options{double_of(a[4]), casting_mode};
+    const std::optional<double> eps = optional_double_of(a[3]);
+    const auto options = rms_norm_options_of(a + 4);
     pybind11::gil_scoped_release no_gil;
     return fusednorm::rms_norm(input, shape, weight, eps, options);
+  });
+}
+
+// (input, residual, normalized_shape, weight, bias, eps, alpha, weight_offset, eps_outside,
+// unbiased)
+PyObject* add_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return fast_call(args, count, 10, [](PyObject* const* a) {
+    const Tensor &input = tensor_of(a[0]), &residual = tensor_of(a[1]);
+    const auto shape = shape_of(a[2]);
+    const auto weight = optional_tensor_of(a[3]), bias = optional_tensor_of(a[4]);
+    const double eps = double_of(a[5]), alpha = double_of(a[6]);
+    const auto options = layer_norm_options_of(a + 7);
+    pybind11::gil_scoped_release no_gil;
+    return fusednorm::add_layer_norm(input, residual, shape, weight, bias, eps, alpha, options);
+  });
+}
+
+// (input, residual, normalized_shape, weight, eps or None, alpha, weight_offset, casting_mode)
+PyObject* add_rms_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return fast_call(args, count, 8, [](PyObject* const* a) {
+    const Tensor &input = tensor_of(a[0]), &residual = tensor_of(a[1]);
+    const auto shape = shape_of(a[2]);
+    const auto weight = optional_tensor_of(a[3]);
+    const std::optional<double> eps = optional_double_of(a[4]);
+    const double alpha = double_of(a[5]);
+    const auto options = rms_norm_options_of(a + 6);
+    pybind11::gil_scoped_release no_gil;
+    return fusednorm::add_rms_norm(input, residual, shape, weight, eps, alpha, options);
   });
 }
 
@@ -184,6 +231,10 @@ PyMethodDef kFastMethods[] = {
      METH_FASTCALL, nullptr},
     {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(rms_norm)), METH_FASTCALL,
      nullptr},
+    {"add_layer_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(add_layer_norm)),
+     METH_FASTCALL, nullptr},
+    {"add_rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(add_rms_norm)),
+     METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

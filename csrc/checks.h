@@ -2,13 +2,17 @@
 //     fusednorm::OPERATOR: ARGUMENT: expected WHAT, got WHAT
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymBool.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
+#include <utility>
+#include <vector>
 
-#include "ops.h"
+#include "add_ops.h"
 
 namespace fusednorm::checks {
 
@@ -61,15 +65,16 @@ inline c10::SymIntArrayRef leading_shape(const Tensor& input,
 
 /// What forward and backward share: the numbers, the input, normalized_shape, weight and bias.
 inline void check_norm(const Norm& norm, const Tensor& input, c10::SymIntArrayRef normalized_shape,
-                       const OptionalTensor& weight, const OptionalTensor& bias) {
-  check_tensor(norm, "input", input);
+                       const OptionalTensor& weight, const OptionalTensor& bias,
+                       const char* argument = "input") {
+  check_tensor(norm, argument, input);
   TORCH_CHECK(!normalized_shape.empty(), "fusednorm::", norm.op,
               ": normalized_shape: expected at least one dimension, got ", normalized_shape);
   const auto sizes = input.sym_sizes();
   const bool fits =
       sizes.size() >= normalized_shape.size() &&
       same_shape(sizes.slice(sizes.size() - normalized_shape.size()), normalized_shape);
-  TORCH_CHECK(fits, "fusednorm::", norm.op, ": input: expected shape [*, ",
+  TORCH_CHECK(fits, "fusednorm::", norm.op, ": ", argument, ": expected shape [*, ",
               c10::Join(", ", normalized_shape), "] (normalized_shape = ", normalized_shape,
               "), got ", sizes);
   if (weight.has_value() && weight->defined()) {
@@ -99,11 +104,8 @@ inline void check_forward(const Norm& norm, const ForwardInputs& in,
   if (out_dtype) check_wider(norm, "out_dtype", *out_dtype, in.input.scalar_type());
 }
 
-inline void check_backward(const Norm& norm, const BackwardInputs& in) {
-  check_norm(norm, in.input, in.normalized_shape, in.weight, in.bias);
-  check_beside(norm, "grad_output", in.grad_output, in.input, in.input.sym_sizes(),
-               "the input's shape");
-  check_wider(norm, "grad_output", in.grad_output.scalar_type(), in.input.scalar_type());
+/// mean and rstd of the rows of `input`.
+inline void check_statistics(const Norm& norm, const BackwardInputs& in) {
   const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
   const auto check_statistic = [&](const char* argument, const Tensor& statistic) {
     check_beside(norm, argument, statistic, in.input, leading_shape(in.input, in.normalized_shape),
@@ -113,6 +115,89 @@ inline void check_backward(const Norm& norm, const BackwardInputs& in) {
   };
   if (norm.centered) check_statistic("mean", in.mean);
   check_statistic("rstd", in.rstd);
+}
+
+inline void check_backward(const Norm& norm, const BackwardInputs& in) {
+  check_norm(norm, in.input, in.normalized_shape, in.weight, in.bias);
+  check_beside(norm, "grad_output", in.grad_output, in.input, in.input.sym_sizes(),
+               "the input's shape");
+  check_wider(norm, "grad_output", in.grad_output.scalar_type(), in.input.scalar_type());
+  check_statistics(norm, in);
+}
+
+// ---- The fused residual operators ----
+
+inline void check_alpha(const Norm& norm, double alpha) {
+  TORCH_CHECK(std::isfinite(alpha), "fusednorm::", norm.op,
+              ": alpha: expected a finite number, got ", alpha);
+}
+
+inline void check_add(const Norm& norm, const AddInputs& in,
+                      std::optional<at::ScalarType> out_dtype = {}) {
+  check_norm(norm, in.input, in.normalized_shape, in.weight, in.bias);
+  check_beside(norm, "residual", in.residual, in.input, in.input.sym_sizes(), "the input's shape");
+  check_alpha(norm, in.alpha);
+  if (out_dtype) check_wider(norm, "out_dtype", *out_dtype, in.input.scalar_type());
+}
+
+inline void check_add_backward(const Norm& norm, const AddBackwardInputs& in) {
+  const BackwardInputs of_norm = in.of_norm();
+  const auto shape = in.residual_out.sym_sizes();
+  check_norm(norm, in.residual_out, in.normalized_shape, in.weight, in.bias, "residual_out");
+  TORCH_CHECK(is_supported(in.input_dtype), "fusednorm::", norm.op,
+              ": input_dtype: expected float64, float32, bfloat16 or float16, got ",
+              in.input_dtype);
+  check_beside(norm, "grad_output", in.grad_output, in.residual_out, shape,
+               "the shape of residual_out");
+  check_wider(norm, "grad_output", in.grad_output.scalar_type(), in.input_dtype);
+  if (in.grad_residual_out.has_value() && in.grad_residual_out->defined()) {
+    check_beside(norm, "grad_residual_out", *in.grad_residual_out, in.residual_out, shape,
+                 "the shape of residual_out");
+    TORCH_CHECK(in.grad_residual_out->scalar_type() == in.residual_out.scalar_type(),
+                "fusednorm::", norm.op, ": grad_residual_out: expected the dtype of residual_out ",
+                in.residual_out.scalar_type(), ", got ", in.grad_residual_out->scalar_type());
+  }
+  check_alpha(norm, in.alpha);
+  check_statistics(norm, of_norm);
+}
+
+/// Memory in which no two elements are one: each stride passes over what the smaller ones reach.
+/// Where sizes are symbols, the run decides.
+inline void check_writable(const Norm& norm, const char* argument, const Tensor& tensor) {
+  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || tensor.is_contiguous()) return;
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  std::vector<std::pair<int64_t, int64_t>> dims;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (sizes[d] > 1) dims.emplace_back(strides[d], sizes[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : dims) {
+    TORCH_CHECK(stride > reach, "fusednorm::", norm.op, ": ", argument,
+                ": expected memory of its own for each element (it is written to), got shape ",
+                sizes, " with strides ", strides, ": expanded or overlapping");
+    reach += (size - 1) * stride;
+  }
+}
+
+inline void check_add_in_place(const Norm& norm, const AddInputs& in) {
+  check_add(norm, in);
+  check_writable(norm, "residual", in.residual);
+}
+
+/// What is read must not lie in what is written; `input` may be the residual itself.
+inline void check_apart(const Norm& norm, const AddInputs& in) {
+  const auto check = [&](const char* argument, const OptionalTensor& tensor, bool may_be_same) {
+    if (!tensor.has_value() || !tensor->defined()) return;
+    const auto status = at::get_overlap_status(in.residual, *tensor);
+    const bool apart = status != at::MemOverlapStatus::Partial &&
+                       (status != at::MemOverlapStatus::Full || may_be_same);
+    TORCH_CHECK(apart, "fusednorm::", norm.op, ": ", argument,
+                ": expected memory apart from residual, which is written to, got an overlap");
+  };
+  check("input", in.input, true);
+  check("weight", in.weight, false);
+  check("bias", in.bias, false);
 }
 
 // The dtypes of the gradients: of what they belong to; where that is absent, the weight's or

@@ -92,6 +92,41 @@ FUSEDNORM_API std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor& rstd, const std::optional<at::Tensor>& weight, std::optional<double> eps,
     std::array<bool, 2> output_mask, const RmsNormOptions& options = {});
 
+// ---- The fused residual add: residual_out = alpha * residual + input, output = norm of it ----
+//
+// The sum is one fused multiply-add in the wider accumulation type, rounded once to the residual's
+// dtype; output is the norm of residual_out as stored, in the input's dtype. The residual has the
+// input's shape and any of the four dtypes: an fp32 stream may run beside a bf16 input. eps absent:
+// the machine epsilon of what the residual accumulates in.
+
+/// (output, residual_out), with layer_norm as the norm.
+FUSEDNORM_API std::tuple<at::Tensor, at::Tensor> add_layer_norm(
+    const at::Tensor& input, const at::Tensor& residual, at::IntArrayRef normalized_shape,
+    const std::optional<at::Tensor>& weight = {}, const std::optional<at::Tensor>& bias = {},
+    double eps = 1e-5, double alpha = 1.0, const LayerNormOptions& options = {});
+
+/// (output, residual_out), with rms_norm as the norm.
+FUSEDNORM_API std::tuple<at::Tensor, at::Tensor> add_rms_norm(
+    const at::Tensor& input, const at::Tensor& residual, at::IntArrayRef normalized_shape,
+    const std::optional<at::Tensor>& weight = {}, std::optional<double> eps = {},
+    double alpha = 1.0, const RmsNormOptions& options = {});
+
+/// add_layer_norm for inference: residual_out is written over `residual`. Refused where autograd
+/// would record it, and for a residual whose elements share memory (expanded).
+FUSEDNORM_API at::Tensor add_layer_norm_(const at::Tensor& input, const at::Tensor& residual,
+                                         at::IntArrayRef normalized_shape,
+                                         const std::optional<at::Tensor>& weight = {},
+                                         const std::optional<at::Tensor>& bias = {},
+                                         double eps = 1e-5, double alpha = 1.0,
+                                         const LayerNormOptions& options = {});
+
+/// add_rms_norm for inference, as add_layer_norm_.
+FUSEDNORM_API at::Tensor add_rms_norm_(const at::Tensor& input, const at::Tensor& residual,
+                                       at::IntArrayRef normalized_shape,
+                                       const std::optional<at::Tensor>& weight = {},
+                                       std::optional<double> eps = {}, double alpha = 1.0,
+                                       const RmsNormOptions& options = {});
+
 /// The CPU kernels in use: "avx512bf16", "avx512", "avx2" or "portable". Chosen once, by what the
 /// machine has and the environment variable ATEN_CPU_CAPABILITY allows.
 FUSEDNORM_API const char* cpu_kernels();

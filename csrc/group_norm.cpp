@@ -227,7 +227,8 @@ struct BackwardConstants {
   GroupNorm group;
   std::optional<at::ScalarType> bias_dtype;
 
-  const char* name() const { return "GroupNormBackward"; }
+  std::string name() const { return "GroupNormBackward"; }
+  bool rows_are_output() const { return false; }
 
   void collect(torch::dynamo::autograd::CompiledNodeArgs& args) const {
     args.collect(group.num_groups);
@@ -235,22 +236,23 @@ struct BackwardConstants {
     args.collect(bias_dtype.value_or(at::ScalarType::Undefined));
   }
 
-  variable_list gradients(const Tensor& grad_output, const Tensor& input, c10::SymIntArrayRef,
+  variable_list gradients(const variable_list& grads, const Tensor& input, c10::SymIntArrayRef,
                           const Tensor& mean, const Tensor& rstd, const Tensor& weight,
-                          Mask mask) const {
+                          const std::vector<bool>& wanted) const {
+    if (!grads[0].defined()) return variable_list(3);
     OptionalTensor bias;
-    if (mask[2]) {  // only its dtype is read: one element, expanded
+    if (wanted[2]) {  // only its dtype is read: one element, expanded
       bias = at::empty({1}, input.options().dtype(*bias_dtype)).expand_symint(input.sym_size(1));
     }
     auto [grad_input, grad_weight, grad_bias] =
-        dispatch_backward(group, {grad_output,
+        dispatch_backward(group, {grads[0],
                                   input,
                                   {},
                                   mean,
                                   rstd,
                                   weight.defined() ? OptionalTensor(weight) : std::nullopt,
                                   bias,
-                                  mask});
+                                  {wanted[0], wanted[1], wanted[2]}});
     return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
   }
 };
@@ -264,7 +266,8 @@ struct AutogradBackend {
     if (present(in.bias)) bias_dtype = in.bias->scalar_type();
     return make_node(
         BackwardConstants{{"group_norm_backward", group.num_groups, *group.norm.eps}, bias_dtype},
-        in);
+        in.normalized_shape, in.input, in.weight,
+        torch::autograd::collect_next_edges(in.input, in.weight, in.bias));
   }
 
   static Tensor output(c10::DispatchKeySet keys, const GroupNorm& group, const ForwardInputs& in) {
@@ -289,7 +292,7 @@ struct AutogradBackend {
     }();
     if (requires_grad) {
       torch::autograd::set_history(std::get<0>(result), node);
-      node->save_statistics(std::get<1>(result), std::get<2>(result));
+      node->save_results(Tensor(), std::get<1>(result), std::get<2>(result));
     }
     return result;
   }

@@ -1,11 +1,9 @@
 // Schemas, typed calls into the dispatcher, the public C++ functions, and the Meta key.
-#include "ops.h"
-
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
 
-#include "checks.h"
+#include "add_ops.h"
 #include "fusednorm.h"
+#include "meta.h"
 
 // What an operator takes apart from its tensors, as api.md orders it.
 #define FN_LAYER_NORM_OPTIONS "float weight_offset=0.0, bool eps_outside=False, bool unbiased=False"
@@ -41,15 +39,58 @@ TORCH_LIBRARY(fusednorm, m) {
       "Tensor rstd, Tensor? weight, float? eps, bool[2] output_mask, *, " FN_RMS_NORM_OPTIONS
       ") -> (Tensor, Tensor)",
       tags);
+
+#define FN_LAYER_NORM_ARGUMENTS                                                         \
+  "SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, " \
+  "*, float alpha=1.0, " FN_LAYER_NORM_OPTIONS
+#define FN_RMS_NORM_ARGUMENTS                                         \
+  "SymInt[] normalized_shape, Tensor? weight=None, float? eps=None, " \
+  "*, float alpha=1.0, " FN_RMS_NORM_OPTIONS
+  m.def("add_layer_norm(Tensor input, Tensor residual, " FN_LAYER_NORM_ARGUMENTS
+        ") -> (Tensor output, Tensor residual_out)",
+        tags);
+  m.def("add_rms_norm(Tensor input, Tensor residual, " FN_RMS_NORM_ARGUMENTS
+        ") -> (Tensor output, Tensor residual_out)",
+        tags);
+  m.def("add_layer_norm_(Tensor input, Tensor(a!) residual, " FN_LAYER_NORM_ARGUMENTS
+        ") -> Tensor output",
+        tags);
+  m.def("add_rms_norm_(Tensor input, Tensor(a!) residual, " FN_RMS_NORM_ARGUMENTS
+        ") -> Tensor output",
+        tags);
+  // Not part of the interface: what autograd calls.
+  m.def("add_layer_norm_forward(Tensor input, Tensor residual, " FN_LAYER_NORM_ARGUMENTS
+        ", ScalarType? out_dtype=None) -> (Tensor output, Tensor residual_out, Tensor mean, "
+        "Tensor rstd)",
+        tags);
+  m.def("add_rms_norm_forward(Tensor input, Tensor residual, " FN_RMS_NORM_ARGUMENTS
+        ", ScalarType? out_dtype=None) -> (Tensor output, Tensor residual_out, Tensor rstd)",
+        tags);
+  m.def(
+      "add_layer_norm_backward(Tensor grad_output, Tensor? grad_residual_out, "
+      "Tensor residual_out, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, "
+      "Tensor? bias, float eps, ScalarType input_dtype, bool[4] output_mask, *, "
+      "float alpha=1.0, " FN_LAYER_NORM_OPTIONS ") -> (Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "add_rms_norm_backward(Tensor grad_output, Tensor? grad_residual_out, Tensor residual_out, "
+      "SymInt[] normalized_shape, Tensor rstd, Tensor? weight, float? eps, "
+      "ScalarType input_dtype, bool[3] output_mask, *, float alpha=1.0, " FN_RMS_NORM_OPTIONS
+      ") -> (Tensor, Tensor, Tensor)",
+      tags);
 }
 
 namespace fusednorm {
 namespace {
 
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+/// An operator's handle, of the signature that Operators gives it.
+template <class Result, class... Args>
+c10::TypedOperatorHandle<Result(Args...)> find(const char* name,
+                                               Result (*)(c10::DispatchKeySet, Args...)) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Result(Args...)>();
 }
+using Schema = Operators<MetaBackend>;
+using AddSchema = AddOperators<MetaBackend>;
 
 template <class Handle, class... Args>
 auto call(const Handle& handle, const Keys& keys, Args&&... args) {
@@ -61,15 +102,11 @@ auto call(const Handle& handle, const Keys& keys, Args&&... args) {
 
 Tensor dispatch_output(const Norm& norm, const ForwardInputs& in, Keys keys) {
   if (norm.centered) {
-    static const auto handle =
-        find<Tensor(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
-                    const OptionalTensor&, double, double, bool, bool)>("fusednorm::layer_norm");
+    static const auto handle = find("fusednorm::layer_norm", Schema::layer_norm);
     return call(handle, keys, in.input, in.normalized_shape, in.weight, in.bias, *norm.eps,
                 norm.weight_offset, norm.eps_outside, norm.unbiased);
   }
-  static const auto handle =
-      find<Tensor(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, std::optional<double>,
-                  double, std::string_view)>("fusednorm::rms_norm");
+  static const auto handle = find("fusednorm::rms_norm", Schema::rms_norm);
   return call(handle, keys, in.input, in.normalized_shape, in.weight, norm.eps, norm.weight_offset,
               norm.casting_mode);
 }
@@ -77,15 +114,11 @@ Tensor dispatch_output(const Norm& norm, const ForwardInputs& in, Keys keys) {
 ThreeTensors dispatch_forward(const Norm& norm, const ForwardInputs& in,
                               std::optional<at::ScalarType> out_dtype, Keys keys) {
   if (norm.centered) {
-    static const auto handle = find<ThreeTensors(
-        const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&, double,
-        double, bool, bool, std::optional<at::ScalarType>)>("fusednorm::layer_norm_forward");
+    static const auto handle = find("fusednorm::layer_norm_forward", Schema::layer_norm_forward);
     return call(handle, keys, in.input, in.normalized_shape, in.weight, in.bias, *norm.eps,
                 norm.weight_offset, norm.eps_outside, norm.unbiased, out_dtype);
   }
-  static const auto handle = find<std::tuple<Tensor, Tensor>(
-      const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, std::optional<double>, double,
-      std::string_view, std::optional<at::ScalarType>)>("fusednorm::rms_norm_forward");
+  static const auto handle = find("fusednorm::rms_norm_forward", Schema::rms_norm_forward);
   auto [output, rstd] = call(handle, keys, in.input, in.normalized_shape, in.weight, norm.eps,
                              norm.weight_offset, norm.casting_mode, out_dtype);
   return {std::move(output), Tensor(), std::move(rstd)};
@@ -93,19 +126,12 @@ ThreeTensors dispatch_forward(const Norm& norm, const ForwardInputs& in,
 
 ThreeTensors dispatch_backward(const Norm& norm, const BackwardInputs& in, Keys keys) {
   if (norm.centered) {
-    static const auto handle =
-        find<ThreeTensors(const Tensor&, const Tensor&, c10::SymIntArrayRef, const Tensor&,
-                          const Tensor&, const OptionalTensor&, const OptionalTensor&, double,
-                          std::array<bool, 3>, double, bool, bool)>(
-            "fusednorm::layer_norm_backward");
+    static const auto handle = find("fusednorm::layer_norm_backward", Schema::layer_norm_backward);
     return call(handle, keys, in.grad_output, in.input, in.normalized_shape, in.mean, in.rstd,
                 in.weight, in.bias, *norm.eps, in.output_mask, norm.weight_offset, norm.eps_outside,
                 norm.unbiased);
   }
-  static const auto handle = find<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, c10::SymIntArrayRef, const Tensor&, const OptionalTensor&,
-      std::optional<double>, std::array<bool, 2>, double, std::string_view)>(
-      "fusednorm::rms_norm_backward");
+  static const auto handle = find("fusednorm::rms_norm_backward", Schema::rms_norm_backward);
   auto [grad_input, grad_weight] =
       call(handle, keys, in.grad_output, in.input, in.normalized_shape, in.rstd, in.weight,
            norm.eps, std::array<bool, 2>{in.output_mask[0], in.output_mask[1]}, norm.weight_offset,
@@ -113,39 +139,65 @@ ThreeTensors dispatch_backward(const Norm& norm, const BackwardInputs& in, Keys 
   return {std::move(grad_input), std::move(grad_weight), Tensor()};
 }
 
-// ---- The Meta key: shapes and dtypes, by the same checks ----
+TwoTensors dispatch_add(const Norm& norm, const AddInputs& in, Keys keys) {
+  if (norm.centered) {
+    static const auto handle = find("fusednorm::add_layer_norm", AddSchema::add_layer_norm);
+    return call(handle, keys, in.input, in.residual, in.normalized_shape, in.weight, in.bias,
+                *norm.eps, in.alpha, norm.weight_offset, norm.eps_outside, norm.unbiased);
+  }
+  static const auto handle = find("fusednorm::add_rms_norm", AddSchema::add_rms_norm);
+  return call(handle, keys, in.input, in.residual, in.normalized_shape, in.weight, norm.eps,
+              in.alpha, norm.weight_offset, norm.casting_mode);
+}
+
+Tensor dispatch_add_in_place(const Norm& norm, const AddInputs& in, Keys keys) {
+  if (norm.centered) {
+    static const auto handle = find("fusednorm::add_layer_norm_", AddSchema::add_layer_norm_);
+    return call(handle, keys, in.input, in.residual, in.normalized_shape, in.weight, in.bias,
+                *norm.eps, in.alpha, norm.weight_offset, norm.eps_outside, norm.unbiased);
+  }
+  static const auto handle = find("fusednorm::add_rms_norm_", AddSchema::add_rms_norm_);
+  return call(handle, keys, in.input, in.residual, in.normalized_shape, in.weight, norm.eps,
+              in.alpha, norm.weight_offset, norm.casting_mode);
+}
+
+FourTensors dispatch_add_forward(const Norm& norm, const AddInputs& in,
+                                 std::optional<at::ScalarType> out_dtype, Keys keys) {
+  if (norm.centered) {
+    static const auto handle =
+        find("fusednorm::add_layer_norm_forward", AddSchema::add_layer_norm_forward);
+    return call(handle, keys, in.input, in.residual, in.normalized_shape, in.weight, in.bias,
+                *norm.eps, in.alpha, norm.weight_offset, norm.eps_outside, norm.unbiased,
+                out_dtype);
+  }
+  static const auto handle =
+      find("fusednorm::add_rms_norm_forward", AddSchema::add_rms_norm_forward);
+  auto [output, residual_out, rstd] =
+      call(handle, keys, in.input, in.residual, in.normalized_shape, in.weight, norm.eps, in.alpha,
+           norm.weight_offset, norm.casting_mode, out_dtype);
+  return {std::move(output), std::move(residual_out), Tensor(), std::move(rstd)};
+}
+
+FourTensors dispatch_add_backward(const Norm& norm, const AddBackwardInputs& in, Keys keys) {
+  if (norm.centered) {
+    static const auto handle =
+        find("fusednorm::add_layer_norm_backward", AddSchema::add_layer_norm_backward);
+    return call(handle, keys, in.grad_output, in.grad_residual_out, in.residual_out,
+                in.normalized_shape, in.mean, in.rstd, in.weight, in.bias, *norm.eps,
+                in.input_dtype, in.output_mask, in.alpha, norm.weight_offset, norm.eps_outside,
+                norm.unbiased);
+  }
+  static const auto handle =
+      find("fusednorm::add_rms_norm_backward", AddSchema::add_rms_norm_backward);
+  const auto& mask = in.output_mask;
+  auto [grad_input, grad_residual, grad_weight] = call(
+      handle, keys, in.grad_output, in.grad_residual_out, in.residual_out, in.normalized_shape,
+      in.rstd, in.weight, norm.eps, in.input_dtype, std::array<bool, 3>{mask[0], mask[1], mask[2]},
+      in.alpha, norm.weight_offset, norm.casting_mode);
+  return {std::move(grad_input), std::move(grad_residual), std::move(grad_weight), Tensor()};
+}
 
 namespace {
-
-struct MetaBackend {
-  static Tensor output(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in) {
-    checks::check_forward(norm, in);
-    return at::empty_symint(in.input.sym_sizes(), in.input.options());
-  }
-
-  static ThreeTensors forward(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in,
-                              std::optional<at::ScalarType> out_dtype) {
-    checks::check_forward(norm, in, out_dtype);
-    const auto dtype = in.input.scalar_type();
-    const auto statistic = [&] {
-      return at::empty_symint(checks::leading_shape(in.input, in.normalized_shape),
-                              in.input.options().dtype(accumulation_dtype(dtype)));
-    };
-    return {
-        at::empty_symint(in.input.sym_sizes(), in.input.options().dtype(out_dtype.value_or(dtype))),
-        norm.centered ? statistic() : Tensor(), statistic()};
-  }
-
-  static ThreeTensors backward(c10::DispatchKeySet, const Norm& norm, const BackwardInputs& in) {
-    checks::check_backward(norm, in);
-    const auto like = [&](bool wanted, c10::SymIntArrayRef shape, at::ScalarType dtype) {
-      return wanted ? at::empty_symint(shape, in.input.options().dtype(dtype)) : Tensor();
-    };
-    return {like(in.output_mask[0], in.input.sym_sizes(), in.input.scalar_type()),
-            like(in.output_mask[1], in.normalized_shape, checks::grad_weight_dtype(in)),
-            like(in.output_mask[2], in.normalized_shape, checks::grad_bias_dtype(in))};
-  }
-};
 
 // ---- Kinds of tensors we have no kernel for: an error that says so, for any operator ----
 
@@ -167,8 +219,12 @@ void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
 }
 
 void refuse_on(torch::Library& m) {
-  for (const char* name : {"layer_norm", "rms_norm", "layer_norm_forward", "rms_norm_forward",
-                           "layer_norm_backward", "rms_norm_backward"}) {
+  for (const std::string norm : {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"}) {
+    for (const char* suffix : {"", "_forward", "_backward"}) {
+      m.impl((norm + suffix).c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
+    }
+  }
+  for (const char* name : {"add_layer_norm_", "add_rms_norm_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   }
 }
@@ -179,6 +235,7 @@ void refuse_on(torch::Library& m) {
 
 namespace {
 
+// An operator names itself: the name given here is not read.
 Norm norm_of(double eps, const LayerNormOptions& options) {
   return {"layer_norm", true, eps, options.weight_offset, options.eps_outside, options.unbiased};
 }
@@ -248,7 +305,41 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_output, const Te
   return {std::move(grad_input), std::move(grad_weight)};
 }
 
-TORCH_LIBRARY_IMPL(fusednorm, Meta, m) { Operators<MetaBackend>::register_on(m); }
+TwoTensors add_layer_norm(const Tensor& input, const Tensor& residual,
+                          at::IntArrayRef normalized_shape, const OptionalTensor& weight,
+                          const OptionalTensor& bias, double eps, double alpha,
+                          const LayerNormOptions& options) {
+  return dispatch_add(
+      norm_of(eps, options),
+      {input, residual, c10::fromIntArrayRefSlow(normalized_shape), weight, bias, alpha});
+}
+
+TwoTensors add_rms_norm(const Tensor& input, const Tensor& residual,
+                        at::IntArrayRef normalized_shape, const OptionalTensor& weight,
+                        std::optional<double> eps, double alpha, const RmsNormOptions& options) {
+  return dispatch_add(
+      norm_of(eps, options),
+      {input, residual, c10::fromIntArrayRefSlow(normalized_shape), weight, {}, alpha});
+}
+
+Tensor add_layer_norm_(const Tensor& input, const Tensor& residual,
+                       at::IntArrayRef normalized_shape, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double eps, double alpha,
+                       const LayerNormOptions& options) {
+  return dispatch_add_in_place(
+      norm_of(eps, options),
+      {input, residual, c10::fromIntArrayRefSlow(normalized_shape), weight, bias, alpha});
+}
+
+Tensor add_rms_norm_(const Tensor& input, const Tensor& residual, at::IntArrayRef normalized_shape,
+                     const OptionalTensor& weight, std::optional<double> eps, double alpha,
+                     const RmsNormOptions& options) {
+  return dispatch_add_in_place(
+      norm_of(eps, options),
+      {input, residual, c10::fromIntArrayRefSlow(normalized_shape), weight, {}, alpha});
+}
+
+TORCH_LIBRARY_IMPL(fusednorm, Meta, m) { register_operators<MetaBackend>(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCPU, m) { refuse_on(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCsrCPU, m) { refuse_on(m); }
 TORCH_LIBRARY_IMPL(fusednorm, NestedTensorCPU, m) { refuse_on(m); }

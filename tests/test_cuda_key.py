@@ -42,6 +42,24 @@ def test_autocast_gives_fp32_without_a_cast(norm: NormUnderTest, dtype: torch.dt
 
 
 @cuda_build
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_of_the_residual_add(norm: NormUnderTest, residual_dtype: torch.dtype) -> None:
+    """The output is fp32, the stream keeps its dtype; in place, too."""
+    x, r = torch.randn(5, 70).to(torch.bfloat16).requires_grad_(), torch.randn(5, 70).to(residual_dtype)
+    op = getattr(torch.ops.fusednorm, f"add_{norm.name}").default
+    y, s = _under(torch._C.DispatchKey.AutocastCUDA, op, x, r, [70])
+    assert (y.dtype, s.dtype) == (torch.float32, residual_dtype)
+    wide = x.detach().float().requires_grad_()
+    expected = op(wide, r, [70])
+    assert torch.equal(y, expected[0]) and torch.equal(s, expected[1])
+    (dx,), (want,) = (torch.autograd.grad(o[0].square().sum(), t) for o, t in (((y, s), x), (expected, wide)))
+    assert dx.dtype == torch.bfloat16 and torch.equal(dx, want.to(torch.bfloat16))
+    in_place = getattr(torch.ops.fusednorm, f"add_{norm.name}_").default
+    z = _under(torch._C.DispatchKey.AutocastCUDA, in_place, x.detach(), r, [70])
+    assert torch.equal(z, y) and torch.equal(r, s)
+
+
+@cuda_build
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_autocast_leaves_wide_inputs(norm: NormUnderTest, dtype: torch.dtype) -> None:
     x = torch.randn(3, 8, dtype=dtype)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+import fusednorm
 from conftest import NORMS, NormUnderTest
 
 WORLD = 2
@@ -71,6 +72,41 @@ def _check_dtensor(norm: NormUnderTest) -> None:
             torch.testing.assert_close(_whole(module(dx)), y)
 
 
+def _check_add_dtensor(norm: NormUnderTest) -> None:
+    """The fused residual add: both addends sharded alike, or brought together."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    add = fusednorm.AddLayerNorm if norm.has_bias else fusednorm.AddRMSNorm
+    x, r, g, h = (torch.randn(4, 6, 8) for _ in range(4))
+    plain, leaves = add(8, alpha=0.5), (x.requires_grad_(), r.requires_grad_())
+    expected = plain(*leaves)
+    for grads in ((g, h), (g, None)):
+        used = [(o, t) for o, t in zip(expected, grads, strict=True) if t is not None]
+        inputs = [*leaves, *plain.parameters()]
+        used_outputs, used_grads = zip(*used, strict=True)
+        wanted = torch.autograd.grad(used_outputs, inputs, used_grads, retain_graph=True)
+        for first, second in (
+            (Shard(0), Shard(0)),
+            (Shard(1), Shard(1)),
+            (Shard(2), Shard(0)),
+            (Replicate(),) * 2,
+        ):
+            module = distribute_module(add(8, alpha=0.5), mesh)
+            dx = distribute_tensor(x.detach(), mesh, [first]).requires_grad_()
+            dr = distribute_tensor(r.detach(), mesh, [second]).requires_grad_()
+            outputs = module(dx, dr)
+            if first == second:
+                assert all(o.placements == (first,) for o in outputs)  # rows stay where they are
+            for got, want in zip(outputs, expected, strict=True):
+                torch.testing.assert_close(_whole(got), want)
+            sharded = [None if t is None else distribute_tensor(t, mesh, [first]) for t in grads]
+            used = [(o, t) for o, t in zip(outputs, sharded, strict=True) if t is not None]
+            torch.autograd.backward(*zip(*used, strict=True))
+            for leaf, want in zip([dx, dr, *module.parameters()], wanted, strict=True):
+                torch.testing.assert_close(_whole(leaf.grad), want)
+            with torch.no_grad():
+                torch.testing.assert_close(_whole(module(dx, dr)[0]), expected[0])
+
+
 def _check_sequence_parallel(norm: NormUnderTest) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     x, g = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
@@ -110,7 +146,7 @@ def _check_fsdp(norm: NormUnderTest) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [_check_dtensor, _check_sequence_parallel, _check_data_parallel, _check_fsdp],
+    [_check_dtensor, _check_add_dtensor, _check_sequence_parallel, _check_data_parallel, _check_fsdp],
     ids=lambda f: f.__name__,
 )
 def test_two_processes(norm: NormUnderTest, check: Callable[..., None]) -> None:

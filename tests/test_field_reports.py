@@ -2,7 +2,8 @@
 
 Elsewhere: B04 B12 B51 B64 B07 B89 B02 B09 (test_guarantees), B11 B14 B15 B22 B25 B37 B45 B49 B55 B65 B83
 (test_values), B33 B34 B53 B56 B69 B71 B76 B90 (test_operators), B17 B38 B40 (test_errors), B42 B44 B60 B61
-B66 B91 (test_modules), B70 B72 (test_distributed), B67 B74 B80 (test_packaging), B77 (check_symbols.sh).
+B66 B91 (test_modules), B03 B47 B52 (test_add_norm), B70 B72 (test_distributed), B67 B74 B80
+(test_packaging), B77 (check_symbols.sh).
 """
 
 from pathlib import Path

@@ -136,6 +136,17 @@ def test_threads_do_not_change_bits(norm: NormUnderTest, dtype: torch.dtype, sha
         assert all(torch.equal(a, e) for a, e in zip(other, results[0], strict=True))
 
 
+def test_threads_do_not_change_bits_beside_an_extreme_row(norm: NormUnderTest) -> None:
+    """Few long rows are shared out by columns, unless one of them has to be taken scaled."""
+    x, w, b, g = _problem((33, 5000), torch.float32)
+    x[7] *= 1e35
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        results.append(_grads(norm, x, w, b, g))
+    assert all(a.isfinite().all() and torch.equal(a, e) for a, e in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 4096), (torch.float16, 8192)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_parameter_gradients_accumulate_in_fp32(dtype: torch.dtype, rows: int, threads: int) -> None:

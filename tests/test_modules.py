@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fusednorm
+import reference
 from conftest import NormUnderTest
 
 
@@ -96,6 +97,36 @@ def test_input_scale_is_an_eps(norm: NormUnderTest, dtype: torch.dtype) -> None:
         x = torch.randn(5, 64, dtype=dtype)
         scaled, plain = norm.module(64, input_scale=c, **kw), norm.module(64, **kw)
         torch.testing.assert_close(scaled(x), plain(c * x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_input_scale_against_float64(norm: NormUnderTest, dtype: torch.dtype) -> None:
+    """Norm(c x; eps), forward and backward, at the usual c of 0.02; with RMSNorm's eps None too."""
+    for eps in (1e-5,) if norm.has_bias else (1e-5, None):
+        module = norm.module(64, eps, input_scale=0.02, init_gain=0.1).to(dtype)
+        x = torch.randn(5, 64, dtype=torch.float64).to(dtype).requires_grad_()
+        wide = x.detach().double().requires_grad_()
+        if eps is None:
+            eps = 2.0**-52 if dtype == torch.float64 else 2.0**-23
+        expected = norm.reference(0.02 * wide, module.weight, getattr(module, "bias", None), eps=eps)
+        y = module(x)
+        assert reference.ulps(y, expected) <= (8 if dtype == torch.float64 else 4)  # test_values.FORWARD_ULPS
+        g = torch.randn(5, 64, dtype=torch.float64).to(dtype)
+        grads = torch.autograd.grad(y, [x, module.weight], g)
+        wants = torch.autograd.grad(expected, [wide, module.weight], g.double())
+        for grad, want in zip(grads, wants, strict=True):
+            assert reference.ulps(grad.flatten(), want.flatten()) <= 8  # sums over 5 rows and 64 columns
+
+
+def test_initial_gain_of_every_option(norm: NormUnderTest) -> None:
+    """init_gain with and without an offset, after reset_parameters, and where there is no weight to fill."""
+    for offset in (0.0, 1.0):
+        module = norm.module(8, weight_offset=offset, init_gain=0.1)
+        nn.init.zeros_(module.weight)
+        module.reset_parameters()
+        assert torch.equal(module.weight, torch.full((8,), 0.1 - offset))
+        assert not norm.has_bias or not module.bias.any()
+    assert norm.module(8, elementwise_affine=False, init_gain=0.1).weight is None
 
 
 def test_modules_against_torchs_with_mixed_precision(norm: NormUnderTest) -> None:

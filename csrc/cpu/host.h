@@ -41,29 +41,36 @@ inline Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype,
   return tensor;
 }
 
-/// A weight or bias in the accumulation type with `offset` added: itself where that changes
-/// nothing.
+/// A weight or bias as the kernels of `dtype` take it, `offset` added: itself where nothing
+/// changes.
 struct Affine {
   Tensor holder;
   const void* data = nullptr;
 
-  Affine(const OptionalTensor& parameter, double offset, at::ScalarType acc_dtype) {
+  Affine(const OptionalTensor& parameter, double offset, at::ScalarType dtype) {
     if (!parameter.has_value() || !parameter->defined()) return;
     holder = parameter->contiguous();
-    if (holder.scalar_type() != acc_dtype || offset != 0) {
+    const DType kernel_dtype = dtype_of(dtype);
+    const auto acc_dtype = accumulation_dtype(dtype);
+    const int i = static_cast<int>(kernel_dtype);
+    if (holder.scalar_type() != acc_dtype || offset != 0 || kernels().parameter_step[i] != 1) {
       const Tensor source = holder;
-      holder = empty(source.sizes(), acc_dtype);
-      kernels().convert[acc_dtype == at::kDouble ? 0 : 1](dtype_of(source.scalar_type()),
-                                                          source.const_data_ptr(), offset,
-                                                          holder.data_ptr(), source.numel());
+      holder = empty({kernels().parameter_size(kernel_dtype, source.numel())}, acc_dtype);
+      kernels().convert[i](dtype_of(source.scalar_type()), source.const_data_ptr(), offset,
+                           holder.data_ptr(), source.numel());
     }
     data = holder.const_data_ptr();
   }
 
-  void fill_with(double value, int64_t count, at::ScalarType acc_dtype) {
-    holder = at::full({count}, value, at::TensorOptions().dtype(acc_dtype));
+  void fill_with(double value, int64_t cols, at::ScalarType dtype) {
+    holder = at::full({kernels().parameter_size(dtype_of(dtype), cols)}, value,
+                      at::TensorOptions().dtype(accumulation_dtype(dtype)));
     data = holder.const_data_ptr();
   }
 };
+
+/// Whether a call moves more than a core's last-level cache is likely to hold. A constant: what the
+/// system reports may be the sum over all sockets (402 MB where a core has 32).
+inline bool beyond_cache(int64_t bytes) { return bytes > int64_t{32} << 20; }
 
 }  // namespace fusednorm

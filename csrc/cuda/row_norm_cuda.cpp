@@ -1,4 +1,6 @@
 // The CUDA key, compiled by the host compiler: dtype dispatch, device guard, stream, allocation.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -6,8 +8,8 @@
 #include <limits>
 
 #include "../checks.h"
-#include "../ops.h"
 #include "../tensor_rows.h"
+#include "../two_steps.h"
 #include "kernels/row_norm_launch.h"
 
 #if defined(FUSEDNORM_SIMT)
@@ -263,18 +265,77 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   return {grad_input, gradients[0], gradients[1]};
 }
 
+// ---- The residual add ----
+
+// In ATen's arithmetic for now, with copies in the wider accumulation type. What a Load policy of
+// the kernels will bring: one pass in place of up to four; a fused multiply-add that is promised
+// (ATen's add leaves it to the compiler, so with alpha != 1 the sum may differ by an ulp of the
+// accumulation type from the definition); and one rounding from fp64 to 16 bits in place of two.
+
+void add(const AddInputs& in, const Tensor& residual_out) {
+  const bool wide =
+      in.input.scalar_type() == at::kDouble || in.residual.scalar_type() == at::kDouble;
+  const auto acc_dtype = wide ? at::kDouble : at::kFloat;
+  residual_out.copy_(at::add(in.input.to(acc_dtype), in.residual.to(acc_dtype), in.alpha));
+}
+
+void split(const Tensor& gradient, size_t, const OptionalTensor& grad_residual_out, double alpha,
+           const Tensor& grad_input, const Tensor& grad_residual) {
+  const bool adds = grad_residual_out.has_value() && grad_residual_out->defined();
+  const Tensor sum = adds ? gradient + *grad_residual_out : gradient;
+  if (grad_input.defined()) grad_input.copy_(sum);
+  if (grad_residual.defined()) grad_residual.copy_(alpha == 1 ? sum : sum * alpha);
+}
+
+/// The kernel writes grad_input in the input's dtype, so the input is widened; but for the x_hat
+/// that the llama mode rounds to that dtype for grad_weight.
+ThreeTensors backward_rows_wide(const Norm& norm, const BackwardInputs& in) {
+  const bool narrow = accumulation_dtype(in.input.scalar_type()) != in.input.scalar_type();
+  const bool rounds = norm.llama() && narrow && in.output_mask[1];
+  const Tensor input = in.input.to(in.grad_output.scalar_type());
+  auto [grad_input, grad_weight, grad_bias] =
+      backward_rows(norm, {in.grad_output,
+                           input,
+                           in.normalized_shape,
+                           in.mean,
+                           in.rstd,
+                           in.weight,
+                           in.bias,
+                           {in.output_mask[0], in.output_mask[1] && !rounds, in.output_mask[2]}});
+  if (rounds) {
+    const Tensor grad_output = in.grad_output.to(at::kFloat), rstd = in.rstd.to(at::kFloat);
+    grad_weight = std::get<1>(backward_rows(norm, {grad_output,
+                                                   in.input,
+                                                   in.normalized_shape,
+                                                   in.mean,
+                                                   rstd,
+                                                   in.weight,
+                                                   in.bias,
+                                                   {false, true, false}}));
+  }
+  // Of an absent parameter, the dtype is the input's.
+  if (grad_weight.defined()) grad_weight = grad_weight.to(checks::grad_weight_dtype(in));
+  if (grad_bias.defined()) grad_bias = grad_bias.to(checks::grad_bias_dtype(in));
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+}
+
 struct Cuda {
   static constexpr auto empty = &fusednorm::empty;
   static constexpr auto forward_rows = &fusednorm::forward_rows;
   static constexpr auto backward_rows = &fusednorm::backward_rows;
+  static constexpr auto backward_rows_wide = &fusednorm::backward_rows_wide;
+  static constexpr auto add = &fusednorm::add;
+  static constexpr auto split = &fusednorm::split;
+  static constexpr auto add_forward_rows = &TwoSteps<Cuda>::forward;
+  static constexpr auto add_backward_rows = &TwoSteps<Cuda>::backward;
 };
 
 }  // namespace
 
 #if defined(FUSEDNORM_SIMT)
-TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { Operators<DeviceBackend<Cuda>>::register_on(m); }
+TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { register_operators<DeviceBackend<Cuda>>(m); }
 #else
-TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) { Operators<DeviceBackend<Cuda>>::register_on(m); }
+TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) { register_operators<DeviceBackend<Cuda>>(m); }
 #endif
 
 }  // namespace fusednorm

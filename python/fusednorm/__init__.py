@@ -9,18 +9,35 @@ from types import ModuleType
 from fusednorm import _load as _load  # first: loads the library, or says why it cannot
 from fusednorm import functional
 from fusednorm._load import build_info, cmake_prefix_path, library_path
+from fusednorm.adaptive_norm import AdaptiveNorm
+from fusednorm.add_modules import AddLayerNorm, AddRMSNorm
+from fusednorm.column_norms import BatchNorm
 from fusednorm.decompositions import decompositions
+from fusednorm.deepnorm import deepnorm_init
 from fusednorm.modules import LayerNorm, RMSNorm
+from fusednorm.placement import Residual
 from fusednorm.plans import explain
+from fusednorm.power_norm import PowerNorm
+from fusednorm.stack import ResidualStack
+from fusednorm.warmup import NormWarmup
 
 __version__: str = _load.VERSION
 
 __all__ = [
+    "AdaptiveNorm",
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "BatchNorm",
     "LayerNorm",
+    "NormWarmup",
+    "PowerNorm",
     "RMSNorm",
+    "Residual",
+    "ResidualStack",
     "build_info",
     "cmake_prefix_path",
     "decompositions",
+    "deepnorm_init",
     "explain",
     "functional",
     "library_path",

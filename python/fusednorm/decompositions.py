@@ -35,17 +35,19 @@ def _layer_norm(
     weight_offset: float = 0.0,
     eps_outside: bool = False,
     unbiased: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    out_dtype = out_dtype or input.dtype
     x, gain, shift = _wide(input, input), _wide(input, weight, weight_offset), _wide(input, bias)
     assert x is not None
     if not (eps_outside or unbiased):
-        return F.layer_norm(x, normalized_shape, gain, shift, eps).to(input.dtype)
+        return F.layer_norm(x, normalized_shape, gain, shift, eps).to(out_dtype)
     dims = tuple(range(-len(normalized_shape), 0))
     variance = x.var(dims, correction=int(unbiased), keepdim=True)
     x = x - x.mean(dims, keepdim=True)
     y = x / (variance.sqrt() + eps) if eps_outside else x * (variance + eps).rsqrt()
     y = y if gain is None else y * gain
-    return (y if shift is None else y + shift).to(input.dtype)
+    return (y if shift is None else y + shift).to(out_dtype)
 
 
 def _rms_norm(
@@ -55,18 +57,39 @@ def _rms_norm(
     eps: float | None = None,
     weight_offset: float = 0.0,
     casting_mode: str = "default",
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    out_dtype = out_dtype or input.dtype
     x, gain = _wide(input, input), _wide(input, weight, weight_offset)
     assert x is not None
     if eps is None:  # torch before 2.15 took the input's own epsilon
         eps = 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
     if casting_mode == "default":
-        return F.rms_norm(x, normalized_shape, gain, eps).to(input.dtype)
+        return F.rms_norm(x, normalized_shape, gain, eps).to(out_dtype)
     x_hat = F.rms_norm(x, normalized_shape, None, eps).to(input.dtype)  # "llama" rounds here, too
-    return x_hat if gain is None else (x_hat * gain).to(input.dtype)
+    return (x_hat if gain is None else x_hat * gain).to(out_dtype)
 
 
-def decompositions() -> dict[Any, Callable[..., Tensor]]:
+def _with_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The fused residual operator of a norm, in two steps."""
+
+    def add_norm(
+        input: Tensor, residual: Tensor, normalized_shape: Any, *args: Any, alpha: float = 1.0, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if torch.float64 in (input.dtype, residual.dtype) else torch.float32
+        residual_out = torch.add(input.to(wide), residual.to(wide), alpha=alpha).to(residual.dtype)
+        output = norm(residual_out, normalized_shape, *args, **options, out_dtype=input.dtype)
+        return output, residual_out
+
+    return add_norm
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
     """A table for ``ExportedProgram.run_decompositions``: each of our operators as torch's own."""
     ops = torch.ops.fusednorm
-    return {ops.layer_norm.default: _layer_norm, ops.rms_norm.default: _rms_norm}
+    return {
+        ops.layer_norm.default: _layer_norm,
+        ops.rms_norm.default: _rms_norm,
+        ops.add_layer_norm.default: _with_sum(_layer_norm),
+        ops.add_rms_norm.default: _with_sum(_rms_norm),
+    }

@@ -4,7 +4,8 @@ Rows are independent: any leading dimension may stay sharded, with weight and bi
 ``grad_weight`` and ``grad_bias`` are partial sums. An input sharded inside a row is redistributed.
 
 The rules are registered when a DTensor first reaches a function or module of ours. Who calls
-``torch.ops.fusednorm`` with DTensors directly calls :func:`register` first. FSDP2 needs no rules.
+``torch.ops.fusednorm`` with DTensors directly calls :func:`register` first. FSDP2 needs no rules. The
+in-place operators have none: DTensor takes the updated argument for the result of such an operator.
 """
 
 import functools
@@ -17,78 +18,42 @@ from torch.distributed.tensor.experimental import register_sharding
 __all__ = ["register"]
 
 
-def _leading_dims(input: Any, normalized_shape: Any) -> range:
-    return range(len(input.shape) - len(normalized_shape))
+# The arguments that are tensors, by what happens to them. The rest are numbers and shapes.
+_ROWS = {
+    "input", "residual", "residual_out", "mean", "rstd", "grad_output", "grad_residual_out",
+}  # fmt: skip
+_PARAMETERS = {"weight", "bias"}
 
 
-def _present(tensor: Any, placement: Any) -> Any:
-    return None if tensor is None else placement
+def _rule_of(op: Any) -> Any:
+    """The acceptable placements of an operator: everything replicated, or rows sharded in one dimension."""
+    names = [argument.name for argument in op._schema.arguments]
+    row_gradients = 2 if "residual_out" in names else 1
+
+    def rule(*args: Any, **_: Any) -> list[tuple[list[Any], list[Any]]]:
+        given = dict(zip(names, args, strict=False))
+        rows_of: Any = given.get("residual_out", given.get("input"))
+        mask = given.get("output_mask")
+
+        def case(rows: Any, sums: Any) -> tuple[list[Any], list[Any]]:
+            if mask is None:
+                outputs = [rows] * len(op._schema.returns)
+            else:  # one that the mask leaves out has no placement (torch 2.11 insists)
+                gradients = [rows] * row_gradients + [sums] * (len(mask) - row_gradients)
+                outputs = [g if wanted else None for g, wanted in zip(gradients, mask, strict=True)]
+            kinds = {**dict.fromkeys(_ROWS, rows), **dict.fromkeys(_PARAMETERS, Replicate())}
+            return outputs, [None if value is None else kinds.get(name) for name, value in given.items()]
+
+        leading = range(len(rows_of.shape) - len(given["normalized_shape"]))
+        return [case(Replicate(), Replicate())] + [case(Shard(d), Partial()) for d in leading]
+
+    return rule
 
 
 @functools.cache
 def register() -> None:
     """Registers the rules with ``torch.distributed.tensor``; once, whatever the number of calls."""
-    ops = torch.ops.fusednorm
-
-    def forward_rule(outputs: int, has_bias: bool) -> Any:
-        def rule(input: Any, normalized_shape: Any, weight: Any = None, *rest: Any, **_: Any) -> Any:
-            bias = rest[0] if has_bias and rest else None
-            scalars = [None] * (len(rest) - (1 if has_bias and rest else 0))
-
-            def case(rows: Any) -> Any:
-                inputs = [rows, None, _present(weight, Replicate())]
-                if has_bias:
-                    inputs.append(_present(bias, Replicate()))
-                return [rows] * outputs, inputs + scalars
-
-            return [case(Replicate())] + [case(Shard(d)) for d in _leading_dims(input, normalized_shape)]
-
-        return rule
-
-    register_sharding(ops.layer_norm.default)(forward_rule(1, True))
-    register_sharding(ops.rms_norm.default)(forward_rule(1, False))
-    register_sharding(ops.layer_norm_forward.default)(forward_rule(3, True))
-    register_sharding(ops.rms_norm_forward.default)(forward_rule(2, False))
-
-    def backward_rule(
-        input: Any, normalized_shape: Any, mask: Any, tail: list[Any]
-    ) -> list[tuple[list[Any], list[Any]]]:
-        def case(rows: Any, sums: Any) -> tuple[list[Any], list[Any]]:
-            # An output that the mask leaves out has no placement (torch 2.11 insists).
-            outputs = [rows if mask[0] else None] + [sums if wanted else None for wanted in mask[1:]]
-            return outputs, [rows, rows, None] + [rows if t == "rows" else t for t in tail]
-
-        return [case(Replicate(), Replicate())] + [
-            case(Shard(d), Partial()) for d in _leading_dims(input, normalized_shape)
-        ]
-
-    @register_sharding(ops.layer_norm_backward.default)  # type: ignore[untyped-decorator]
-    def _layer_norm_backward(
-        grad_output: Any,
-        input: Any,
-        normalized_shape: Any,
-        mean: Any,
-        rstd: Any,
-        weight: Any,
-        bias: Any,
-        eps: Any,
-        output_mask: Any,
-        **_: Any,
-    ) -> Any:
-        parameters = [_present(weight, Replicate()), _present(bias, Replicate())]
-        return backward_rule(input, normalized_shape, output_mask, ["rows", "rows", *parameters, None, None])
-
-    @register_sharding(ops.rms_norm_backward.default)  # type: ignore[untyped-decorator]
-    def _rms_norm_backward(
-        grad_output: Any,
-        input: Any,
-        normalized_shape: Any,
-        rstd: Any,
-        weight: Any,
-        eps: Any,
-        output_mask: Any,
-        **_: Any,
-    ) -> Any:
-        return backward_rule(
-            input, normalized_shape, output_mask, ["rows", _present(weight, Replicate()), None, None]
-        )
+    for norm in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"):
+        for suffix in ("", "_forward", "_backward"):
+            op = getattr(torch.ops.fusednorm, norm + suffix).default
+            register_sharding(op)(_rule_of(op))

@@ -87,17 +87,19 @@ class LayerNorm(nn.LayerNorm):
         if self.elementwise_affine:
             nn.init.constant_(self.weight, self.init_gain - self.weight_offset)
 
+    def _scaled_eps(self) -> float:
+        if self.input_scale == 1.0:
+            return self.eps
+        return self.eps / (self.input_scale if self.eps_outside else self.input_scale**2)
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes ``input`` of shape ``[*, *normalized_shape]``."""
-        eps = self.eps
-        if self.input_scale != 1.0:
-            eps /= self.input_scale if self.eps_outside else self.input_scale**2
         return functional.layer_norm(
             input,
             self.normalized_shape,
             self.weight,
             self.bias,
-            eps,
+            self._scaled_eps(),
             weight_offset=self.weight_offset,
             eps_outside=self.eps_outside,
             unbiased=self.unbiased,
@@ -168,17 +170,19 @@ class RMSNorm(nn.RMSNorm):
         if self.elementwise_affine:
             nn.init.constant_(self.weight, self.init_gain - self.weight_offset)
 
+    def _scaled_eps(self, rows: Tensor) -> float | None:
+        if self.input_scale == 1.0:
+            return self.eps
+        eps = _MACHINE_EPSILON.get(rows.dtype, 2.0**-23) if self.eps is None else self.eps
+        return eps / self.input_scale**2
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes ``input`` of shape ``[*, *normalized_shape]``."""
-        eps = self.eps
-        if self.input_scale != 1.0:
-            eps = _MACHINE_EPSILON.get(input.dtype, 2.0**-23) if eps is None else eps
-            eps /= self.input_scale**2
         return functional.rms_norm(
             input,
             self.normalized_shape,
             self.weight,
-            eps,
+            self._scaled_eps(input),
             weight_offset=self.weight_offset,
             casting_mode=self.casting_mode,
         )

@@ -240,6 +240,7 @@ TEST(RowKernels, SixteenBitStores) {
   for (const KernelTable* table : tables()) {
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
       // y = x_hat * weight with a constant row x_hat = 1: eps 0, so y is the weight, rounded once.
+      const auto i_dtype = static_cast<size_t>(dtype);
       const int64_t cols = 4096;
       std::vector<uint16_t> ones(cols, dtype == DType::kBFloat16 ? 0x3f80 : 0x3c00), y(cols),
           expected(cols);
@@ -249,14 +250,16 @@ TEST(RowKernels, SixteenBitStores) {
         std::memcpy(&w, &bits, 4);
         if (std::isnan(w)) w = 0x1p-130f;
       }
+      std::vector<float> converted(table->parameter_size(dtype, cols));
+      table->convert[i_dtype](DType::kFloat32, weight.data(), 0.0, converted.data(), cols);
       ForwardArgs args;
       args.input.data = ones.data();
       args.input.sizes[0] = 1;
       args.output = y.data();
-      args.weight = weight.data();
+      args.weight = converted.data();
       args.cols = cols;
       args.params.eps = 0;
-      table->rms_norm_forward[static_cast<int>(dtype)](args, 0, 1);
+      table->rms_norm_forward[i_dtype](args, 0, 1);
       table->reduce[1](weight.data(), 1, cols, dtype, expected.data(), 0, cols);
       for (int64_t i = 0; i < cols; ++i) {
         EXPECT_EQ(y[i] & 0x7fff, expected[i] & 0x7fff) << table->name << " " << weight[i];

@@ -80,6 +80,43 @@ TEST(Ops, Bf16BiasGradientDoesNotStall) {
   EXPECT_TRUE(at::equal(grads[1].to(at::kFloat), at::tensor({4096.f, 4096.f})));
 }
 
+TEST(Ops, ResidualAddAndNorm) {
+  const Tensor x = at::randn({2, 3, 8}).requires_grad_(), r = at::randn({2, 3, 8}, at::kDouble);
+  const Tensor w = at::randn({8}).requires_grad_();
+  const Tensor stream = r.detach().requires_grad_();
+  const auto [y, s] = fusednorm::add_layer_norm(x, stream, {8}, w, {}, 1e-5, 0.5);
+  EXPECT_EQ(y.scalar_type(), at::kFloat);
+  EXPECT_EQ(s.scalar_type(), at::kDouble);
+  EXPECT_EQ(y.grad_fn()->name(), "AddLayerNormBackward");
+  EXPECT_EQ(y.grad_fn(), s.grad_fn());
+  const Tensor sum = stream * 0.5 + x.to(at::kDouble);
+  const Tensor plain = at::layer_norm(sum, {8}, w.to(at::kDouble), {}, 1e-5).to(at::kFloat);
+  EXPECT_TRUE(at::allclose(s, sum, 1e-12, 1e-12));
+  EXPECT_TRUE(at::allclose(y, plain, 1e-5, 1e-6));
+  const auto loss = [](const Tensor& output, const Tensor& residual_out) {
+    return (output * residual_out).sum();
+  };
+  const auto grads = torch::autograd::grad({loss(y, s)}, {x, stream, w});
+  const auto expected = torch::autograd::grad({loss(plain, sum)}, {x, stream, w});
+  for (size_t i = 0; i < grads.size(); ++i) {
+    EXPECT_EQ(grads[i].scalar_type(), expected[i].scalar_type());
+    EXPECT_TRUE(at::allclose(grads[i], expected[i], 1e-4, 1e-5)) << i;
+  }
+
+  // In place: the same bits, without autograd only.
+  const auto [z, t] = fusednorm::add_rms_norm(x.detach(), r, {8}, w.detach(), 1e-6);
+  Tensor in_place = r.clone();
+  EXPECT_TRUE(at::equal(fusednorm::add_rms_norm_(x.detach(), in_place, {8}, w.detach(), 1e-6), z));
+  EXPECT_TRUE(at::equal(in_place, t));
+  EXPECT_EQ(error_of([&] { fusednorm::add_layer_norm_(x, in_place, {8}); }),
+            "fusednorm::add_layer_norm_: input: expected no gradient to be asked for (the residual "
+            "is updated in place, for inference), got a tensor that requires grad: use "
+            "add_layer_norm, or torch.no_grad()");
+  EXPECT_EQ(error_of([&] { fusednorm::add_rms_norm(x, r[0], {8}); }),
+            "fusednorm::add_rms_norm: residual: expected shape [2, 3, 8] (the input's shape), got "
+            "[3, 8]");
+}
+
 TEST(Ops, Errors) {
   const Tensor x = at::randn({2, 4});
   EXPECT_EQ(error_of([&] { fusednorm::layer_norm(x, {4}, at::ones({3})); }),

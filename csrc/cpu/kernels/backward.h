@@ -1,7 +1,9 @@
 #pragma once
 
 // Backward: two sweeps over a block of rows, the row sums, then grad_input while grad_weight and
-// grad_bias gather the block. Included by row_kernels.cpp.
+// grad_bias gather the block. Where rows are few and long and there are threads for their columns,
+// all rows' sums come first, and each thread then takes its columns of all rows: the same additions
+// in the same order. Included by row_kernels.cpp.
 
 /// What grad_input and grad_weight need to know of a row.
 template <class acc_t>
@@ -11,13 +13,14 @@ struct BackwardRow {
 };
 
 template <class Statistics, bool kInput, class In, class T>
-FN_INLINE BackwardRow<acc_of<T>> backward_row(const In* x, const T* grad_output,
-                                              const acc_of<T>* weight, int64_t cols, acc_of<T> mean,
-                                              acc_of<T> rstd, const NormParams& params) {
+[[gnu::noinline]] void backward_row(const In* x, const T* grad_output,
+                                    const parameter_of<T>* weight, int64_t cols, acc_of<T> mean,
+                                    acc_of<T> rstd, const NormParams& params, const Touch& touch,
+                                    BackwardRow<acc_of<T>>* result) {
   using acc_t = acc_of<T>;
   using V = vector_of<T>;
   constexpr double kUnit = __is_same(acc_t, double) ? 0x1p-53 : 0x1p-24;
-  BackwardRow<acc_t> row{mean, rstd, 0, 0, 0, {1, 1}};
+  acc_t minus_shift_rstd = 0, mean_g = 0, minus_projection = 0;
   const V mean_v = Broadcast<V>::of(mean), rstd_v = Broadcast<V>::of(rstd);
   const double count = static_cast<double>(cols);
   if constexpr (Statistics::kCentered && kInput) {
@@ -31,11 +34,11 @@ FN_INLINE BackwardRow<acc_of<T>> backward_row(const In* x, const T* grad_output,
           acc[1] = acc[1] + g;
           acc[2] = mul_add(g, t, acc[2]);
         },
-        sums);
+        sums, touch);
     const double shift = sums[0] / count;
-    row.minus_shift_rstd = static_cast<acc_t>(-shift);
-    row.mean_g = static_cast<acc_t>(sums[1] / count);
-    row.minus_projection = static_cast<acc_t>(
+    minus_shift_rstd = static_cast<acc_t>(-shift);
+    mean_g = static_cast<acc_t>(sums[1] / count);
+    minus_projection = static_cast<acc_t>(
         -projection_of(sums[2] - shift * sums[1], double{rstd}, kUnit, count, params));
   } else if constexpr (Statistics::kCentered) {
     double sums[1];
@@ -45,7 +48,7 @@ FN_INLINE BackwardRow<acc_of<T>> backward_row(const In* x, const T* grad_output,
           acc[0] = acc[0] + keep((load(x + i, part) - mean_v) * rstd_v, part);
         },
         sums);
-    row.minus_shift_rstd = static_cast<acc_t>(-sums[0] / count);
+    minus_shift_rstd = static_cast<acc_t>(-sums[0] / count);
   } else if constexpr (kInput) {
     double sums[1];
     row_sums<T>(
@@ -54,43 +57,100 @@ FN_INLINE BackwardRow<acc_of<T>> backward_row(const In* x, const T* grad_output,
           const V g = load(grad_output + i, part) * load(weight + i, part);
           acc[0] = mul_add(g, load(x + i, part) * rstd_v, acc[0]);
         },
-        sums);
-    row.minus_projection =
+        sums, touch);
+    minus_projection =
         static_cast<acc_t>(-projection_of(sums[0], double{rstd}, kUnit, count, params));
   }
-  return row;
+  // Number by number: a copy of the whole, read again as a vector, would wait for its parts.
+  result->mean = mean;
+  result->rstd = rstd;
+  result->minus_shift_rstd = minus_shift_rstd;
+  result->mean_g = mean_g;
+  result->minus_projection = minus_projection;
+  result->scale[0] = result->scale[1] = 1;
 }
 
-/// grad_input of kRows rows; grad_weight and grad_bias take the rows in order, one addition each.
+/// Some rows of a call: what the sweep over their columns needs.
+template <int kRows, class In, class T>
+struct RowBlock {
+  const In* x[kRows];
+  const T* grad_output[kRows];
+  T* grad_input[kRows];
+  BackwardRow<acc_of<T>> rows[kRows];
+};
+
+/// The sums of grad_weight and grad_bias over rows, for columns from column 0 on; `first`: nothing
+/// has been added yet, and what stands there is not read.
+template <class T>
+struct ParameterSums {
+  parameter_of<T>*grad_weight, *grad_bias;
+  bool first;
+};
+
+/// The inputs that come after those at hand.
+template <class In, class T>
+struct NextInputs {
+  NextRows<In> x;
+  NextRows<T> grad_output;
+
+  bool any() const { return x.any(); }
+  void read(int64_t begin, int64_t end) const {
+    x.read(begin, end);
+    grad_output.read(begin, end);
+  }
+};
+
+/// grad_input of kRows rows for columns [begin, end), begin a multiple of kLanes; the sums take the
+/// rows in order, one addition each.
 template <class Statistics, bool kInput, bool kWeight, bool kBias, int kRows, class Rounding,
           class In, class T>
-FN_INLINE void backward_apply(const In* const (&x)[kRows], const T* const (&grad_output)[kRows],
-                              T* const (&dx)[kRows], const BackwardRow<acc_of<T>> (&rows)[kRows],
-                              const acc_of<T>* weight, int64_t cols, acc_of<T>* grad_weight,
-                              acc_of<T>* grad_bias) {
+[[gnu::noinline]] void backward_apply(const RowBlock<kRows, In, T>& block,
+                                      const parameter_of<T>* weight, int64_t begin, int64_t end,
+                                      const ParameterSums<T>& sums, const NextInputs<In, T>& next) {
   using V = vector_of<T>;
   // Scaled rows come alone; an ordinary one that comes alone is multiplied by 1, which is exact.
   constexpr bool kScaled = kRows == 1;
-  for_columns<T>(cols, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
+  // Taken out of the block first: a store to grad_input might change what is reached by a
+  // reference.
+  const In* x[kRows];
+  const T* grad_output[kRows];
+  T* output[kRows];
+  V mean[kRows], rstd[kRows], minus_shift_rstd[kRows], mean_g[kRows], minus_projection[kRows];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    x[r] = block.x[r];
+    grad_output[r] = block.grad_output[r];
+    output[r] = block.grad_input[r];
+    mean[r] = Broadcast<V>::of(block.rows[r].mean);
+    rstd[r] = Broadcast<V>::of(block.rows[r].rstd);
+    minus_shift_rstd[r] = Broadcast<V>::of(block.rows[r].minus_shift_rstd);
+    mean_g[r] = Broadcast<V>::of(block.rows[r].mean_g);
+    minus_projection[r] = Broadcast<V>::of(block.rows[r].minus_projection);
+  }
+  const V scale0 = Broadcast<V>::of(block.rows[0].scale[0]);
+  const V scale1 = Broadcast<V>::of(block.rows[0].scale[1]);
+  parameter_of<T>* const grad_weight = sums.grad_weight;
+  parameter_of<T>* const grad_bias = sums.grad_bias;
+  const bool first = sums.first;
+  for_columns_with_next<T>(begin, end, next, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
     V w{}, dw{}, db{};
     if constexpr (kInput) w = load(weight + i, part);
-    if constexpr (kWeight) dw = load(grad_weight + i, part);
-    if constexpr (kBias) db = load(grad_bias + i, part);
+    if constexpr (kWeight) {
+      if (!first) dw = load(grad_weight + i, part);
+    }
+    if constexpr (kBias) {
+      if (!first) db = load(grad_bias + i, part);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const auto& row = rows[r];
       const V g = load(grad_output[r] + i, part);
-      const V x_hat = normalize<Statistics, VectorMath>(
-          load(x[r] + i, part), Broadcast<V>::of(row.mean), Broadcast<V>::of(row.rstd),
-          Broadcast<V>::of(row.minus_shift_rstd));
+      const V x_hat = normalize<Statistics, VectorMath>(load(x[r] + i, part), mean[r], rstd[r],
+                                                        minus_shift_rstd[r]);
       if constexpr (kInput) {
-        V d = grad_input<Statistics, VectorMath>(g * w, x_hat, Broadcast<V>::of(row.mean_g),
-                                                 Broadcast<V>::of(row.minus_projection),
-                                                 Broadcast<V>::of(row.rstd));
-        if constexpr (kScaled) {
-          d = d * Broadcast<V>::of(row.scale[0]) * Broadcast<V>::of(row.scale[1]);
-        }
-        store(dx[r] + i, d, part);
+        V d = grad_input<Statistics, VectorMath>(g * w, x_hat, mean_g[r], minus_projection[r],
+                                                 rstd[r]);
+        if constexpr (kScaled) d = d * scale0 * scale1;
+        store(output[r] + i, d, part);
       }
       if constexpr (kWeight) dw = mul_add(g, Rounding::round(x_hat), dw);
       if constexpr (kBias) db = db + g;
@@ -100,81 +160,124 @@ FN_INLINE void backward_apply(const In* const (&x)[kRows], const T* const (&grad
   });
 }
 
-// Four rows to a sweep: grad_weight and grad_bias are read and written once for the four.
-constexpr int kBlockRows = 4;
-
+/// The rows of a call, and the sweeps over them.
 template <class Statistics, bool kInput, bool kWeight, bool kBias, class Rounding, class T>
-void backward_rows(const BackwardArgs& args, int64_t row_begin, int64_t row_end,
-                   acc_of<T>* grad_weight, acc_of<T>* grad_bias) {
+struct BackwardRows {
   using acc_t = acc_of<T>;
-  const acc_t* weight = static_cast<const acc_t*>(args.weight);
-  const auto input = [&](int64_t r) FN_LAMBDA_INLINE {
+  const BackwardArgs& args;
+
+  const T* input(int64_t r) const {
     return static_cast<const T*>(args.input.data) + args.input.offset(r);
-  };
-  const auto grad_output = [&](int64_t r) FN_LAMBDA_INLINE {
-    return static_cast<const T*>(args.grad_output.data) + args.grad_output.offset(r);
-  };
-  const auto output = [&](int64_t r) FN_LAMBDA_INLINE {
-    return static_cast<T*>(args.grad_input) + r * args.cols;
-  };
-  const auto saved_mean = [&](int64_t r) FN_LAMBDA_INLINE {
-    return args.mean != nullptr ? static_cast<const acc_t*>(args.mean)[r] : acc_t(0);
-  };
-  const auto saved_rstd = [&](int64_t r)
-                              FN_LAMBDA_INLINE { return static_cast<const acc_t*>(args.rstd)[r]; };
-  // Outside this range rstd may be subnormal or infinite, and x - mean may overflow.
-  const auto ordinary = [&](int64_t r) FN_LAMBDA_INLINE {
-    const double rstd = saved_rstd(r);
-    return rstd >= Range<acc_t>::kTiny && rstd <= 1 / Range<acc_t>::kTiny;
-  };
-
-  const auto one_row = [&](int64_t r) {
-    const T* const g[1] = {grad_output(r)};
-    T* const dx[1] = {output(r)};
-    ScaledRow<acc_t> scaled;
-    if (ordinary(r) || !scaled_row<Statistics>(input(r), args.cols, args.params, &scaled)) {
-      const T* const x[1] = {input(r)};
-      const BackwardRow<acc_t> rows[1] = {backward_row<Statistics, kInput>(
-          x[0], g[0], weight, args.cols, saved_mean(r), saved_rstd(r), args.params)};
-      backward_apply<Statistics, kInput, kWeight, kBias, 1, Rounding>(
-          x, g, dx, rows, weight, args.cols, grad_weight, grad_bias);
-      return;
-    }
-    const acc_t* const x[1] = {scaled.x};
-    BackwardRow<acc_t> rows[1] = {
-        backward_row<Statistics, kInput>(x[0], g[0], weight, args.cols, scaled.statistics.mean,
-                                         scaled.statistics.rstd, scaled.params)};
-    const int half = scaled.exponent / 2;
-    rows[0].scale[0] = static_cast<acc_t>(__builtin_ldexp(1.0, -half));
-    rows[0].scale[1] = static_cast<acc_t>(__builtin_ldexp(1.0, half - scaled.exponent));
-    backward_apply<Statistics, kInput, kWeight, kBias, 1, Rounding>(
-        x, g, dx, rows, weight, args.cols, grad_weight, grad_bias);
-  };
-
-  int64_t r = row_begin;
-  for (; r + kBlockRows <= row_end; r += kBlockRows) {
-    bool all_ordinary = true;
-    for (int k = 0; k < kBlockRows; ++k) all_ordinary = all_ordinary && ordinary(r + k);
-    if (__builtin_expect(!all_ordinary, 0)) {
-      for (int k = 0; k < kBlockRows; ++k) one_row(r + k);
-      continue;
-    }
-    const T* x[kBlockRows];
-    const T* g[kBlockRows];
-    T* dx[kBlockRows];
-    BackwardRow<acc_t> rows[kBlockRows];
-    for (int k = 0; k < kBlockRows; ++k) {
-      x[k] = input(r + k);
-      g[k] = grad_output(r + k);
-      dx[k] = output(r + k);
-      rows[k] = backward_row<Statistics, kInput>(x[k], g[k], weight, args.cols, saved_mean(r + k),
-                                                 saved_rstd(r + k), args.params);
-    }
-    backward_apply<Statistics, kInput, kWeight, kBias, kBlockRows, Rounding>(
-        x, g, dx, rows, weight, args.cols, grad_weight, grad_bias);
   }
-  for (; r < row_end; ++r) one_row(r);
-}
+  const T* grad_output(int64_t r) const {
+    return static_cast<const T*>(args.grad_output.data) + args.grad_output.offset(r);
+  }
+  T* output(int64_t r) const { return static_cast<T*>(args.grad_input) + r * args.cols; }
+  acc_t mean(int64_t r) const {
+    return args.mean != nullptr ? static_cast<const acc_t*>(args.mean)[r] : acc_t(0);
+  }
+  acc_t rstd(int64_t r) const { return static_cast<const acc_t*>(args.rstd)[r]; }
+  const parameter_of<T>* weight() const { return static_cast<const parameter_of<T>*>(args.weight); }
+  /// Outside this range rstd may be subnormal or infinite, and x - mean may overflow.
+  bool ordinary(int64_t r) const {
+    return rstd(r) >= Range<acc_t>::kTiny && rstd(r) <= 1 / Range<acc_t>::kTiny;
+  }
+
+  FN_INLINE void terms(int64_t r, BackwardRow<acc_t>* row) const {
+    Touch touch;
+    if (kInput && args.beyond_cache) touch = {reinterpret_cast<char*>(output(r)), sizeof(T)};
+    backward_row<Statistics, kInput>(input(r), grad_output(r), weight(), args.cols, mean(r),
+                                     rstd(r), args.params, touch, row);
+  }
+
+  template <int kRows>
+  FN_INLINE void locate(int64_t r, RowBlock<kRows, T, T>* block) const {
+    for (int k = 0; k < kRows; ++k) {
+      block->x[k] = input(r + k);
+      block->grad_output[k] = grad_output(r + k);
+      block->grad_input[k] = output(r + k);
+    }
+  }
+
+  /// Columns [begin, end) of a block whose terms are known.
+  template <int kRows, class In>
+  FN_INLINE void apply(const RowBlock<kRows, In, T>& block, int64_t begin, int64_t end,
+                       const ParameterSums<T>& sums, const NextInputs<In, T>& next = {}) const {
+    backward_apply<Statistics, kInput, kWeight, kBias, kRows, Rounding>(block, weight(), begin, end,
+                                                                        sums, next);
+  }
+
+  void one_row(int64_t r, const ParameterSums<T>& sums) const {
+    ScaledRow<T> scaled;
+    if (ordinary(r) || !scaled_row<Statistics>(input(r), args.cols, args.params, &scaled)) {
+      RowBlock<1, T, T> block;
+      locate(r, &block);
+      terms(r, &block.rows[0]);
+      return apply(block, 0, args.cols, sums);
+    }
+    RowBlock<1, parameter_of<T>, T> block{{scaled.x}, {grad_output(r)}, {output(r)}, {}};
+    BackwardRow<acc_t>& row = block.rows[0];
+    backward_row<Statistics, kInput>(block.x[0], block.grad_output[0], weight(), args.cols,
+                                     scaled.statistics.mean, scaled.statistics.rstd, scaled.params,
+                                     Touch{}, &row);
+    const int half = scaled.exponent / 2;
+    row.scale[0] = static_cast<acc_t>(__builtin_ldexp(1.0, -half));
+    row.scale[1] = static_cast<acc_t>(__builtin_ldexp(1.0, half - scaled.exponent));
+    apply(block, 0, args.cols, sums);
+  }
+
+  void all_columns(int64_t row_begin, int64_t row_end, ParameterSums<T> sums) const {
+    int64_t r = row_begin;
+    for (; r + kBlockRows <= row_end; r += kBlockRows) {
+      bool all_ordinary = true;
+      for (int k = 0; k < kBlockRows; ++k) all_ordinary = all_ordinary && ordinary(r + k);
+      if (__builtin_expect(!all_ordinary, 0)) {
+        for (int k = 0; k < kBlockRows; ++k) {
+          one_row(r + k, sums);
+          sums.first = false;
+        }
+        continue;
+      }
+      RowBlock<kBlockRows, T, T> block;
+      locate(r, &block);
+      for (int k = 0; k < kBlockRows; ++k) terms(r + k, &block.rows[k]);
+      NextInputs<T, T> next;
+      if (args.beyond_cache && r + 2 * kBlockRows <= row_end) {
+        for (int k = 0; k < kBlockRows; ++k) {
+          next.x.data[k] = input(r + kBlockRows + k);
+          next.grad_output.data[k] = grad_output(r + kBlockRows + k);
+        }
+      }
+      apply(block, 0, args.cols, sums, next);
+      sums.first = false;
+    }
+    for (; r < row_end; ++r) {
+      one_row(r, sums);
+      sums.first = false;
+    }
+  }
+
+  bool all_terms(int64_t row_begin, int64_t row_end, BackwardRow<acc_t>* rows) const {
+    for (int64_t r = row_begin; r < row_end; ++r) {
+      if (!ordinary(r)) return false;
+      terms(r, &rows[r]);
+    }
+    return true;
+  }
+
+  void columns(const BackwardRow<acc_t>* rows, int64_t row_count, int64_t begin, int64_t end,
+               ParameterSums<T> sums) const {
+    const auto block_of = [&](auto block, int64_t r) {
+      locate(r, &block);
+      for (auto& row : block.rows) row = rows[r++];
+      apply(block, begin, end, sums);
+      sums.first = false;
+    };
+    int64_t r = 0;
+    for (; r + kBlockRows <= row_count; r += kBlockRows) block_of(RowBlock<kBlockRows, T, T>{}, r);
+    for (; r < row_count; ++r) block_of(RowBlock<1, T, T>{}, r);
+  }
+};
 
 struct Yes {
   static constexpr bool value = true;
@@ -192,29 +295,58 @@ FN_INLINE void with_flag(bool flag, F f) {
   }
 }
 
-template <class Statistics, class T>
-void backward(const BackwardArgs& args, int64_t row_begin, int64_t row_end, void* grad_weight,
-              void* grad_bias) {
-  auto* dw = static_cast<acc_of<T>*>(grad_weight);
-  auto* db = static_cast<acc_of<T>*>(grad_bias);
-  with_flag(args.grad_input != nullptr, [&](auto input) {
-    with_flag(dw != nullptr, [&](auto weight) {
+/// Calls f with the BackwardRows of what is wanted.
+template <class Statistics, class T, class F>
+FN_INLINE void with_rows(const BackwardArgs& args, bool grad_weight, bool grad_bias, F f) {
+  with_flag(args.grad_input != nullptr, [&](auto input) FN_LAMBDA_INLINE {
+    with_flag(grad_weight, [&](auto weight) FN_LAMBDA_INLINE {
       if constexpr (Statistics::kCentered) {
-        with_flag(db != nullptr, [&](auto bias) {
+        with_flag(grad_bias, [&](auto bias) FN_LAMBDA_INLINE {
           if constexpr (input.value || weight.value || bias.value) {
-            backward_rows<Statistics, input.value, weight.value, bias.value, RoundNone, T>(
-                args, row_begin, row_end, dw, db);
+            f(BackwardRows<Statistics, input.value, weight.value, bias.value, RoundNone, T>{args});
           }
         });
       } else if constexpr (weight.value) {
-        with_rounding<T>(args.round_x_hat, [&](auto rounding) {
-          backward_rows<Statistics, input.value, true, false, decltype(rounding), T>(
-              args, row_begin, row_end, dw, db);
+        with_rounding<T>(args.round_x_hat, [&](auto rounding) FN_LAMBDA_INLINE {
+          f(BackwardRows<Statistics, input.value, true, false, decltype(rounding), T>{args});
         });
       } else if constexpr (input.value) {
-        backward_rows<Statistics, true, false, false, RoundNone, T>(args, row_begin, row_end, dw,
-                                                                    db);
+        f(BackwardRows<Statistics, true, false, false, RoundNone, T>{args});
       }
     });
+  });
+}
+
+template <class T>
+ParameterSums<T> parameter_sums(void* grad_weight, void* grad_bias) {
+  return {static_cast<parameter_of<T>*>(grad_weight), static_cast<parameter_of<T>*>(grad_bias),
+          true};
+}
+
+template <class Statistics, class T>
+void backward(const BackwardArgs& args, int64_t row_begin, int64_t row_end, void* grad_weight,
+              void* grad_bias) {
+  with_rows<Statistics, T>(args, grad_weight != nullptr, grad_bias != nullptr, [&](auto rows) {
+    rows.all_columns(row_begin, row_end, parameter_sums<T>(grad_weight, grad_bias));
+  });
+}
+
+template <class Statistics, class T>
+bool backward_terms(const BackwardArgs& args, int64_t row_begin, int64_t row_end, void* terms) {
+  bool ordinary = true;
+  // What a row's terms are does not depend on which parameters' gradients are wanted.
+  with_flag(args.grad_input != nullptr, [&](auto input) {
+    const BackwardRows<Statistics, input.value, true, false, RoundNone, T> rows{args};
+    ordinary = rows.all_terms(row_begin, row_end, static_cast<BackwardRow<acc_of<T>>*>(terms));
+  });
+  return ordinary;
+}
+
+template <class Statistics, class T>
+void backward_columns(const BackwardArgs& args, const void* terms, int64_t row_count,
+                      int64_t col_begin, int64_t col_end, void* grad_weight, void* grad_bias) {
+  with_rows<Statistics, T>(args, grad_weight != nullptr, grad_bias != nullptr, [&](auto rows) {
+    rows.columns(static_cast<const BackwardRow<acc_of<T>>*>(terms), row_count, col_begin, col_end,
+                 parameter_sums<T>(grad_weight, grad_bias));
   });
 }

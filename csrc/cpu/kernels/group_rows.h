@@ -79,7 +79,7 @@ template <class T>
 void group_forward_row(const GroupForwardArgs& args, int64_t group, const T* x, T* y,
                        RowStatistics<acc_of<T>>* row) {
   const int64_t cols = args.shape.cols();
-  ScaledRow<acc_of<T>> scaled;
+  ScaledRow<T> scaled;
   if (__builtin_expect(row_statistics<LayerNormStatistics>(x, cols, args.params, row), 1) ||
       !scaled_row<LayerNormStatistics>(x, cols, args.params, &scaled)) {
     store_group(args, group, x, *row, y);
@@ -360,7 +360,7 @@ template <class T>
 void group_backward_row(const GroupShape& shape, const NormParams& params,
                         const GroupRow<T, T>& row, double* sums) {
   using acc_t = acc_of<T>;
-  ScaledRow<acc_t> scaled;
+  ScaledRow<T> scaled;
   if (__builtin_expect(is_ordinary(row.rstd), 1) ||
       !scaled_row<LayerNormStatistics>(row.x, shape.cols(), params, &scaled)) {
     group_backward_row_of<false>(shape, params, row, sums);

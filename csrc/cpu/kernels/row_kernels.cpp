@@ -21,6 +21,7 @@ namespace {
 #include "forward.h"
 #include "backward.h"
 #include "parameters.h"
+#include "residual.h"
 #include "group_rows.h"
 #include "group_channels_last.h"
 // clang-format on
@@ -29,13 +30,14 @@ namespace {
 
 #define FN_STRING_(x) #x
 #define FN_STRING(x) FN_STRING_(x)
-#define FN_EACH_DTYPE(kernel, Statistics)                                                \
-  {                                                                                      \
-    kernel<Statistics, double>, kernel<Statistics, float>, kernel<Statistics, bfloat16>, \
-        kernel<Statistics, float16>                                                      \
+#define FN_EACH_DTYPE(kernel, Statistics)                                                       \
+  {                                                                                             \
+    kernel<Statistics, double>, kernel<Statistics, float>, kernel<Statistics, paired_bfloat16>, \
+        kernel<Statistics, float16>                                                             \
   }
 
-// For each instruction set 8 forward kernels, and 28 LayerNorm and 18 RMSNorm backward ones.
+// For each instruction set 8 forward kernels; 28 LayerNorm and 18 RMSNorm backward sweeps; 16 of
+// each step of the residual add.
 extern const KernelTable kTable;
 const KernelTable kTable = {
     FN_STRING(FUSEDNORM_ISA),
@@ -43,11 +45,18 @@ const KernelTable kTable = {
     FN_EACH_DTYPE(forward, RmsNormStatistics),
     FN_EACH_DTYPE(backward, LayerNormStatistics),
     FN_EACH_DTYPE(backward, RmsNormStatistics),
-    {convert<double>, convert<float>},
-    {reduce<double>, reduce<float>},
+    FN_EACH_DTYPE(backward_terms, LayerNormStatistics),
+    FN_EACH_DTYPE(backward_terms, RmsNormStatistics),
+    FN_EACH_DTYPE(backward_columns, LayerNormStatistics),
+    FN_EACH_DTYPE(backward_columns, RmsNormStatistics),
+    {convert<double>, convert<float>, convert<paired_bfloat16>, convert<float16>},
+    {reduce<double>, reduce<float>, reduce<paired_bfloat16>, reduce<float16>},
+    add_rows,
+    split_rows,
     {{group_forward<double>, group_forward<float>, group_forward<bfloat16>, group_forward<float16>},
      {group_backward<double>, group_backward<float>, group_backward<bfloat16>,
       group_backward<float16>}},
+    {1, 1, kParameterStep<paired_bfloat16>, 1},
 };
 
 }  // namespace fusednorm::cpu::FUSEDNORM_ISA

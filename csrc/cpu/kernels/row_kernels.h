@@ -17,13 +17,15 @@ struct ForwardArgs {
   void* output = nullptr;        // contiguous, of the input's dtype
   void* mean = nullptr;          // accumulation type, one a row; null: not wanted
   void* rstd = nullptr;          // likewise
-  const void* weight = nullptr;  // accumulation type, weight offset included; null: 1
-  const void* bias = nullptr;    // accumulation type; null: 0. Needs a weight.
+  const void* weight = nullptr;  // converted, weight offset included; null: 1
+  const void* bias = nullptr;    // converted; null: 0. Needs a weight.
   int64_t cols = 0;
   NormParams params;
   /// What x_hat is rounded to before the product with the weight ("llama" casting mode); kFloat64
   /// and kFloat32: to nothing.
   DType round_x_hat = DType::kFloat64;
+  /// The caches hold less than input and output: worth asking for the next rows early.
+  bool beyond_cache = false;
 };
 
 struct BackwardArgs {
@@ -31,38 +33,90 @@ struct BackwardArgs {
   RowLayout input;
   const void* mean = nullptr;    // contiguous, accumulation type; RMSNorm: null
   const void* rstd = nullptr;    // contiguous, accumulation type
-  const void* weight = nullptr;  // accumulation type, weight offset included; never null
+  const void* weight = nullptr;  // converted, weight offset included; never null
   void* grad_input = nullptr;    // contiguous, of the input's dtype; null: not wanted
   int64_t cols = 0;
   NormParams params;
   DType round_x_hat = DType::kFloat64;  // for grad_weight only
+  bool beyond_cache = false;            // as in ForwardArgs
+};
+
+/// residual_out = alpha * residual + input: one fused multiply-add in the wider accumulation type,
+/// rounded once to the residual's dtype. residual_out may be the residual.
+struct AddArgs {
+  RowLayout input, residual;
+  void* residual_out = nullptr;
+  RowLayout residual_out_rows;  // where its rows lie; its own data is not read
+  DType input_dtype = DType::kFloat32, residual_dtype = DType::kFloat32;
+  int64_t cols = 0;
+  double alpha = 1;
+};
+
+/// g = gradient + grad_residual_out, in the wider accumulation type; then grad_input = g and
+/// grad_residual = alpha * g, each rounded once.
+struct SplitArgs {
+  const void* gradient = nullptr;  // contiguous, of the wider accumulation type
+  RowLayout grad_residual_out;     // of the residual's dtype; data null: 0
+  void* grad_input = nullptr;      // contiguous, of the input's dtype; null: not wanted
+  void* grad_residual = nullptr;   // contiguous, of the residual's dtype; null: not wanted
+  DType input_dtype = DType::kFloat32, residual_dtype = DType::kFloat32;
+  int64_t cols = 0;
+  double alpha = 1;
 };
 
 /// Normalizes rows [row_begin, row_end).
 using ForwardKernel = void (*)(const ForwardArgs&, int64_t row_begin, int64_t row_end);
 
-/// grad_input of rows [row_begin, row_end), and the sums over these rows added to grad_weight and
-/// grad_bias (cols elements of the accumulation type each; null: not wanted).
+/// grad_input of rows [row_begin, row_end), and the sums over these rows in grad_weight and
+/// grad_bias (parameter_size elements of the accumulation type each; null: not wanted).
 using BackwardKernel = void (*)(const BackwardArgs&, int64_t row_begin, int64_t row_end,
                                 void* grad_weight, void* grad_bias);
 
-/// out[i] = (accumulation type) in[i] + offset, for a weight or bias of any dtype.
+/// The same in two steps, for threads that share columns: first what each row needs, kTermsBytes at
+/// terms + row * kTermsBytes (fp64: twice that); false where a row is too extreme for it, and
+/// BackwardKernel must be called. Then columns [col_begin, col_end) of rows [0, rows); col_begin a
+/// multiple of 64.
+using BackwardTermsKernel = bool (*)(const BackwardArgs&, int64_t row_begin, int64_t row_end,
+                                     void* terms);
+using BackwardColumnsKernel = void (*)(const BackwardArgs&, const void* terms, int64_t rows,
+                                       int64_t col_begin, int64_t col_end, void* grad_weight,
+                                       void* grad_bias);
+constexpr int64_t kTermsBytes = 7 * sizeof(float);
+
+/// A weight or bias of any dtype as the kernels take it: out = (accumulation type) in + offset, for
+/// `count` columns, parameter_size elements. The order of columns there is the kernels' own.
 using ConvertKernel = void (*)(DType from, const void* in, double offset, void* out, int64_t count);
 
-/// out[c] = sum over p of partials[p * stride + c], summed in double in the order of p, for columns
-/// [col_begin, col_end), rounded once to `to`.
+/// out[c] = sum over p of the sums in partials + p * stride, summed in double in the order of p,
+/// for columns [col_begin, col_end), rounded once to `to`. col_begin: a multiple of 64.
 using ReduceKernel = void (*)(const void* partials, int64_t count, int64_t stride, DType to,
                               void* out, int64_t col_begin, int64_t col_end);
 
+using AddKernel = void (*)(const AddArgs&, int64_t row_begin, int64_t row_end);
+using SplitKernel = void (*)(const SplitArgs&, int64_t row_begin, int64_t row_end);
+
+/// All arrays: by the dtype of the rows.
 struct KernelTable {
   const char* name;
   ForwardKernel layer_norm_forward[kNumDTypes];
   ForwardKernel rms_norm_forward[kNumDTypes];
   BackwardKernel layer_norm_backward[kNumDTypes];
   BackwardKernel rms_norm_backward[kNumDTypes];
-  ConvertKernel convert[2];  // to fp64, to fp32
-  ReduceKernel reduce[2];    // from fp64, from fp32
+  BackwardTermsKernel layer_norm_backward_terms[kNumDTypes];
+  BackwardTermsKernel rms_norm_backward_terms[kNumDTypes];
+  BackwardColumnsKernel layer_norm_backward_columns[kNumDTypes];
+  BackwardColumnsKernel rms_norm_backward_columns[kNumDTypes];
+  ConvertKernel convert[kNumDTypes];
+  ReduceKernel reduce[kNumDTypes];
+  AddKernel add;
+  SplitKernel split;
   GroupKernelTable group_norm;
+  int parameter_step[kNumDTypes];  // 1: parameters are stored as they are
+
+  int64_t parameter_size(DType dtype, int64_t cols) const {
+    const int64_t step = parameter_step[static_cast<int>(dtype)];
+    return (cols + step - 1) / step * step;
+  }
 };
 
 constexpr int kMaxTables = 4;

@@ -16,6 +16,16 @@ struct float16 {
   uint16_t bits;
 };
 
+/// bf16 rows that are taken two vectors at a time, the even columns and the odd ones: widening is
+/// then one operation on 32 bits and no shuffle. (512 x 4096 LayerNorm forward: 170 us, 130 so.)
+/// Their parameters are stored in that order too, see kParameterStep.
+struct paired_bfloat16 {
+  uint16_t bits;
+};
+struct paired_float {
+  float value;
+};
+
 #if defined(FUSEDNORM_AVX512)
 constexpr int kVectorBytes = 64;
 #elif defined(FUSEDNORM_AVX2)
@@ -29,26 +39,59 @@ using f64v = double __attribute__((vector_size(kVectorBytes)));
 using u32v = uint32_t __attribute__((vector_size(kVectorBytes)));
 using u16v = uint16_t __attribute__((vector_size(kVectorBytes / 2)));
 
-// What a dtype accumulates in, and the vector of that.
+#define FN_INLINE inline __attribute__((always_inline))
+#define FN_LAMBDA_INLINE __attribute__((always_inline))
+
+/// 2 n columns: those of even number, those of odd number.
+struct f32x2 {
+  f32v even, odd;
+};
+FN_INLINE f32x2 operator+(f32x2 a, f32x2 b) { return {a.even + b.even, a.odd + b.odd}; }
+FN_INLINE f32x2 operator-(f32x2 a, f32x2 b) { return {a.even - b.even, a.odd - b.odd}; }
+FN_INLINE f32x2 operator*(f32x2 a, f32x2 b) { return {a.even * b.even, a.odd * b.odd}; }
+FN_INLINE f32x2 operator/(f32x2 a, f32x2 b) { return {a.even / b.even, a.odd / b.odd}; }
+
+// What an element type accumulates in, the vector of that, and how its rows' parameters are stored.
 template <class T>
 struct Accumulation {
   using type = float;
   using vector = f32v;
+  using parameter = float;
 };
 template <>
 struct Accumulation<double> {
   using type = double;
   using vector = f64v;
+  using parameter = double;
 };
+template <>
+struct Accumulation<paired_bfloat16> {
+  using type = float;
+  using vector = f32x2;
+  using parameter = paired_float;
+};
+template <>
+struct Accumulation<paired_float> : Accumulation<paired_bfloat16> {};
 template <class T>
 using acc_of = typename Accumulation<T>::type;
 template <class T>
 using vector_of = typename Accumulation<T>::vector;
 template <class T>
-constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(acc_of<T>));
+using parameter_of = typename Accumulation<T>::parameter;
+template <class T>
+constexpr int kLanes = static_cast<int>(sizeof(vector_of<T>) / sizeof(acc_of<T>));
 
-#define FN_INLINE inline __attribute__((always_inline))
-#define FN_LAMBDA_INLINE __attribute__((always_inline))
+/// Parameters of T's rows come in whole steps of so many; beyond the last column there are zeros.
+template <class T>
+constexpr int kParameterStep = __is_same(parameter_of<T>, paired_float) ? kLanes<T> : 1;
+
+/// Where the parameter of a column is stored.
+template <class T>
+FN_INLINE int64_t parameter_slot(int64_t column) {
+  if constexpr (kParameterStep<T> == 1) return column;
+  const int64_t in_step = column % kLanes<T>;
+  return column - in_step + in_step / 2 + (in_step % 2) * (kLanes<T> / 2);
+}
 
 template <class V>
 struct Broadcast;
@@ -59,6 +102,10 @@ struct Broadcast<f32v> {
 template <>
 struct Broadcast<f64v> {
   static FN_INLINE f64v of(double a) { return a - f64v{}; }
+};
+template <>
+struct Broadcast<f32x2> {
+  static FN_INLINE f32x2 of(float a) { return {a - f32v{}, a - f32v{}}; }
 };
 
 // fp32 <-> 16 bits for one value. Round to nearest, ties to even; a NaN stays a (quiet) NaN.
@@ -203,12 +250,12 @@ FN_INLINE f32v mul_add(f32v a, f32v b, f32v c) { return a * b + c; }
 FN_INLINE f64v mul_add(f64v a, f64v b, f64v c) { return a * b + c; }
 FN_INLINE float sum_lanes(f32v a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 FN_INLINE double sum_lanes(f64v a) { return a[0] + a[1]; }
-FN_INLINE f32v widen(u16v a, float16) {
+[[gnu::noinline]] inline f32v widen(u16v a, float16) {
   f32v result{};
   for (int i = 0; i < kLanes<float>; ++i) result[i] = to_float(float16{a[i]});
   return result;
 }
-FN_INLINE u16v narrow(f32v a, float16) {
+[[gnu::noinline]] inline u16v narrow(f32v a, float16) {
   u16v result{};
   for (int i = 0; i < kLanes<float>; ++i) {
     float16 half;
@@ -251,14 +298,27 @@ FN_INLINE V load_full(const S* p) {
   return result;
 }
 
-FN_INLINE f32v load(const float* p) { return load_full<f32v>(p); }
+#if defined(FUSEDNORM_AVX2)
+FN_INLINE __m256i first_words(int n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+FN_INLINE __m256i first_quads(int n) {
+  return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
+}
+FN_INLINE f32v load(const float* p, int n) { return _mm256_maskload_ps(p, first_words(n)); }
+FN_INLINE f64v load(const double* p, int n) { return _mm256_maskload_pd(p, first_quads(n)); }
+FN_INLINE void store(float* p, f32v a, int n) { _mm256_maskstore_ps(p, first_words(n), a); }
+FN_INLINE void store(double* p, f64v a, int n) { _mm256_maskstore_pd(p, first_quads(n), a); }
+#else
 FN_INLINE f32v load(const float* p, int n) { return load_raw<float, f32v>(p, n); }
-FN_INLINE f64v load(const double* p) { return load_full<f64v>(p); }
 FN_INLINE f64v load(const double* p, int n) { return load_raw<double, f64v>(p, n); }
-FN_INLINE void store(float* p, f32v a) { __builtin_memcpy(p, &a, sizeof(a)); }
 FN_INLINE void store(float* p, f32v a, int n) { store_raw(p, a, n); }
-FN_INLINE void store(double* p, f64v a) { __builtin_memcpy(p, &a, sizeof(a)); }
 FN_INLINE void store(double* p, f64v a, int n) { store_raw(p, a, n); }
+#endif
+FN_INLINE f32v load(const float* p) { return load_full<f32v>(p); }
+FN_INLINE f64v load(const double* p) { return load_full<f64v>(p); }
+FN_INLINE void store(float* p, f32v a) { __builtin_memcpy(p, &a, sizeof(a)); }
+FN_INLINE void store(double* p, f64v a) { __builtin_memcpy(p, &a, sizeof(a)); }
 template <class T>
 FN_INLINE f32v load(const T* p) {
   return widen(load_full<u16v>(p), T{});
@@ -282,6 +342,94 @@ FN_INLINE f32v round_to(f32v a) {
 }
 
 #endif
+
+// ---- Pairs ----
+
+FN_INLINE f32x2 mul_add(f32x2 a, f32x2 b, f32x2 c) {
+  return {mul_add(a.even, b.even, c.even), mul_add(a.odd, b.odd, c.odd)};
+}
+FN_INLINE float sum_lanes(f32x2 a) { return sum_lanes(a.even + a.odd); }
+
+/// A bf16 is the upper half of an fp32: the odd columns stand there already.
+FN_INLINE f32x2 widen_pairs(u32v a) { return {(f32v)(a << 16), (f32v)(a & 0xffff0000u)}; }
+
+/// The fp32 whose upper half is `a` rounded to bf16; the lower half is anything.
+FN_INLINE u32v rounded_bits(f32v a) {
+  const u32v bits = (u32v)a, nan = (u32v)(a != a);
+  return (nan & (bits | 0x400000u)) | (~nan & (bits + 0x7fffu + (bits >> 16 & 1u)));
+}
+FN_INLINE u32v narrow_pairs(f32x2 a) {
+#if defined(__AVX512BF16__)
+  // The instruction flushes subnormals to zero; integer rounding keeps them.
+  const __mmask16 subnormal =
+      _mm512_fpclass_ps_mask((__m512)a.even, 0x20) | _mm512_fpclass_ps_mask((__m512)a.odd, 0x20);
+  if (__builtin_expect(subnormal == 0, 1)) {
+    alignas(64) static constexpr uint16_t kInterleave[32] = {
+        0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return (u32v)_mm512_permutexvar_epi16(
+        _mm512_load_si512(kInterleave),
+        (__m512i)_mm512_cvtne2ps_pbh((__m512)a.odd, (__m512)a.even));
+  }
+#endif
+  return (rounded_bits(a.even) >> 16) | (rounded_bits(a.odd) & 0xffff0000u);
+}
+
+#if defined(FUSEDNORM_AVX512)
+FN_INLINE u32v load_words(const void* p) { return (u32v)_mm512_loadu_si512(p); }
+FN_INLINE u32v load_words(const void* p, int n) {
+  return (u32v)_mm512_maskz_loadu_epi16(_bzhi_u32(0xffffffffu, n), p);
+}
+FN_INLINE void store_words(void* p, u32v a) { _mm512_storeu_si512(p, (__m512i)a); }
+FN_INLINE void store_words(void* p, u32v a, int n) {
+  _mm512_mask_storeu_epi16(p, _bzhi_u32(0xffffffffu, n), (__m512i)a);
+}
+/// Natural order to pairs: columns 2 n and 2 n + 1 of the two vectors.
+FN_INLINE f32x2 split_pairs(f32v low, f32v high) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+  return {(f32v)_mm512_permutex2var_ps((__m512)low, even, (__m512)high),
+          (f32v)_mm512_permutex2var_ps((__m512)low, odd, (__m512)high)};
+}
+#else
+FN_INLINE u32v load_words(const void* p) { return load_full<u32v>(p); }
+FN_INLINE u32v load_words(const void* p, int n) {
+  return load_raw<uint16_t, u32v>(static_cast<const uint16_t*>(p), n);
+}
+FN_INLINE void store_words(void* p, u32v a) { __builtin_memcpy(p, &a, sizeof(a)); }
+FN_INLINE void store_words(void* p, u32v a, int n) { store_raw(static_cast<uint16_t*>(p), a, n); }
+FN_INLINE f32x2 split_pairs(f32v low, f32v high) {
+  f32x2 result{};
+  constexpr int kHalf = kLanes<float> / 2;
+  for (int i = 0; i < kHalf; ++i) {
+    result.even[i] = low[2 * i];
+    result.odd[i] = low[2 * i + 1];
+    result.even[kHalf + i] = high[2 * i];
+    result.odd[kHalf + i] = high[2 * i + 1];
+  }
+  return result;
+}
+#endif
+
+FN_INLINE f32x2 load(const paired_bfloat16* p) { return widen_pairs(load_words(p)); }
+FN_INLINE f32x2 load(const paired_bfloat16* p, int n) { return widen_pairs(load_words(p, n)); }
+FN_INLINE void store(paired_bfloat16* p, f32x2 a) { store_words(p, narrow_pairs(a)); }
+FN_INLINE void store(paired_bfloat16* p, f32x2 a, int n) { store_words(p, narrow_pairs(a), n); }
+
+// Parameters of paired rows come in whole steps.
+FN_INLINE f32x2 load(const paired_float* p) {
+  const float* values = &p->value;
+  return {load(values), load(values + kLanes<float>)};
+}
+FN_INLINE f32x2 load(const paired_float* p, int) { return load(p); }
+FN_INLINE void store(paired_float* p, f32x2 a) {
+  store(&p->value, a.even);
+  store(&p->value + kLanes<float>, a.odd);
+}
+FN_INLINE void store(paired_float* p, f32x2 a, int) { store(p, a); }
+
+/// bf16 rounding of values in a register.
+FN_INLINE f32x2 round_to_bfloat16(f32x2 a) { return widen_pairs(narrow_pairs(a)); }
 
 /// What row_norm.h asks of an arithmetic.
 struct VectorMath {

@@ -9,14 +9,20 @@ struct RowStatistics {
   acc_t minus_shift_rstd;  // see row_norm.h
 };
 
+template <class T>
+FN_INLINE acc_of<T> element(const T* x) {
+  return sum_lanes(load(x, 1));
+}
+FN_INLINE float element(const paired_float* x) { return x->value; }
+
 /// False where the squares over- or underflowed (or the row is not finite): see scaled_row.
 ///
 /// LayerNorm takes one sweep about a pivot, the mean of the row's first vector. Where the mean
 /// turns out more than a standard deviation from the pivot, cancellation would cost digits, and a
 /// second sweep is made about the mean found.
 template <class Statistics, class T>
-FN_INLINE bool row_statistics(const T* x, int64_t cols, const NormParams& params,
-                              RowStatistics<acc_of<T>>* result) {
+[[gnu::noinline]] bool row_statistics(const T* x, int64_t cols, const NormParams& params,
+                                      RowStatistics<acc_of<T>>* result, const Touch& touch = {}) {
   using acc_t = acc_of<T>;
   using V = vector_of<T>;
   const double count = static_cast<double>(cols);
@@ -25,8 +31,7 @@ FN_INLINE bool row_statistics(const T* x, int64_t cols, const NormParams& params
   double delta = 0;
   if constexpr (Statistics::kCentered) {
     // Divided first: a power of two divides exactly, and the sum of huge values would overflow.
-    pivot = cols >= kLanes<T> ? sum_lanes(load(x) / Broadcast<V>::of(kLanes<T>))
-                              : sum_lanes(load(x, 1));
+    pivot = cols >= kLanes<T> ? sum_lanes(load(x) / Broadcast<V>::of(kLanes<T>)) : element(x);
     for (int sweep = 0; sweep < 3; ++sweep) {
       const V pivot_v = Broadcast<V>::of(pivot);
       double sums[2];
@@ -37,7 +42,7 @@ FN_INLINE bool row_statistics(const T* x, int64_t cols, const NormParams& params
             acc[0] = acc[0] + d;
             acc[1] = mul_add(d, d, acc[1]);
           },
-          sums);
+          sums, touch);
       delta = sums[0] / count;
       largest = sums[1];
       squares = sums[1] - sums[0] * delta;
@@ -54,7 +59,7 @@ FN_INLINE bool row_statistics(const T* x, int64_t cols, const NormParams& params
           const V d = load(x + i, part);
           acc[0] = mul_add(d, d, acc[0]);
         },
-        sums);
+        sums, touch);
     squares = largest = sums[0];
   }
   const double variance = variance_of(squares, count, params);
@@ -68,10 +73,12 @@ FN_INLINE bool row_statistics(const T* x, int64_t cols, const NormParams& params
   return variance_floor(variance, params) >= Range<acc_t>::kTiny && largest <= Range<acc_t>::kHuge;
 }
 
-/// A row multiplied by 2^-exponent such that its statistics neither over- nor underflow.
-template <class acc_t>
+/// A row multiplied by 2^-exponent such that its statistics neither over- nor underflow, stored
+/// like the parameters of T's rows.
+template <class T>
 struct ScaledRow {
-  acc_t* x = nullptr;
+  using acc_t = acc_of<T>;
+  parameter_of<T>* x = nullptr;
   int exponent = 0;
   NormParams params;
   RowStatistics<acc_t> statistics;
@@ -85,19 +92,14 @@ struct ScaledRow {
   acc_t rstd() const { return static_cast<acc_t>(__builtin_ldexp(statistics.rstd, -exponent)); }
 };
 
-template <class T>
-double element(const T* x) {
-  return sum_lanes(load(x, 1));
-}
-
 /// False for a row with a NaN or an infinity, or of zeros with eps 0: nothing to be scaled.
 template <class Statistics, class T>
 [[gnu::noinline, gnu::cold]] bool scaled_row(const T* x, int64_t cols, const NormParams& params,
-                                             ScaledRow<acc_of<T>>* row) {
+                                             ScaledRow<T>* row) {
   double largest =
       params.eps_outside ? __builtin_fabs(params.eps) : __builtin_sqrt(__builtin_fabs(params.eps));
   for (int64_t i = 0; i < cols; ++i) {
-    const double magnitude = __builtin_fabs(element(x + i));
+    const double magnitude = __builtin_fabs(double{element(x + i)});
     if (!(magnitude <= Range<double>::kHuge * 1.05)) return false;
     if (magnitude > largest) largest = magnitude;
   }
@@ -105,9 +107,11 @@ template <class Statistics, class T>
   row->exponent = __builtin_ilogb(largest) + 1;
   row->params = params;
   row->params.eps = __builtin_ldexp(params.eps, (params.eps_outside ? -1 : -2) * row->exponent);
-  row->x = new acc_of<T>[static_cast<unsigned long>(cols)];
+  constexpr int64_t kStep = kParameterStep<T>;
+  row->x = new parameter_of<T>[static_cast<unsigned long>((cols + kStep - 1) / kStep * kStep)]();
   for (int64_t i = 0; i < cols; ++i) {
-    row->x[i] = static_cast<acc_of<T>>(__builtin_ldexp(element(x + i), -row->exponent));
+    const double scaled = __builtin_ldexp(element(x + i), -row->exponent);
+    row->x[parameter_slot<T>(i)] = {static_cast<acc_of<T>>(scaled)};
   }
   row_statistics<Statistics>(row->x, cols, row->params, &row->statistics);
   return true;
