@@ -23,6 +23,7 @@ using torch::autograd::variable_list;
 ///     bool rows_are_output() const    what was normalized is an output of the forward
 ///     void collect(CompiledNodeArgs&) const    what a compiled graph is cached by
 ///     variable_list gradients(grads, rows, normalized_shape, mean, rstd, weight, wanted) const
+///     variable_list without_grad_output(grads, wanted) const    where the output was not used
 /// where `wanted` has a flag for each edge, and gradients returns as many tensors.
 template <class Constants>
 class BackwardNode : public torch::autograd::Node {
@@ -47,6 +48,7 @@ class BackwardNode : public torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (!grads[0].defined()) return constants_.without_grad_output(grads, wanted());
     return constants_.gradients(grads, rows_.unpack(getptr()), normalized_shape_, mean_.unpack(),
                                 rstd_.unpack(), weight_.unpack(), wanted());
   }
@@ -96,6 +98,9 @@ class BackwardNode : public torch::autograd::Node {
           const auto mean = args.unpack<Tensor>(), rstd = args.unpack<Tensor>();
           const auto shape = args.unpack<std::vector<c10::SymInt>>();
           const auto wanted = args.unpack<std::vector<bool>>();
+          if (!traced_grads[0].defined()) {
+            return constants.without_grad_output(traced_grads, wanted);
+          }
           return constants.gradients(traced_grads, rows, shape, mean, rstd, weight, wanted);
         },
         types, /*is_custom_function=*/true);

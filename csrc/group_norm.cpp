@@ -236,10 +236,13 @@ struct BackwardConstants {
     args.collect(bias_dtype.value_or(at::ScalarType::Undefined));
   }
 
+  variable_list without_grad_output(const variable_list&, const std::vector<bool>&) const {
+    return variable_list(3);
+  }
+
   variable_list gradients(const variable_list& grads, const Tensor& input, c10::SymIntArrayRef,
                           const Tensor& mean, const Tensor& rstd, const Tensor& weight,
                           const std::vector<bool>& wanted) const {
-    if (!grads[0].defined()) return variable_list(3);
     OptionalTensor bias;
     if (wanted[2]) {  // only its dtype is read: one element, expanded
       bias = at::empty({1}, input.options().dtype(*bias_dtype)).expand_symint(input.sym_size(1));
