@@ -4,10 +4,10 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include "backward_node.h"
 #include "checks.h"
+#include "dispatch.h"
 #include "fusednorm.h"
 
 TORCH_LIBRARY_FRAGMENT(fusednorm, m) {
@@ -72,42 +72,6 @@ void check_backward(const GroupNorm& group, const BackwardInputs& in) {
 
 namespace {
 
-// ---- Calls into the dispatcher; with a key set, a redispatch to it ----
-
-template <class Signature, class... Args>
-auto call(const c10::TypedOperatorHandle<Signature>& handle, const Keys& keys, Args&&... args) {
-  return keys ? handle.redispatch(*keys, std::forward<Args>(args)...)
-              : handle.call(std::forward<Args>(args)...);
-}
-
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-Tensor dispatch_output(const GroupNorm& group, const ForwardInputs& in, Keys keys = {}) {
-  static const auto handle =
-      find<Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, double)>(
-          "fusednorm::group_norm");
-  return call(handle, keys, in.input, group.num_groups, in.weight, in.bias, *group.norm.eps);
-}
-
-ThreeTensors dispatch_forward(const GroupNorm& group, const ForwardInputs& in, Keys keys = {}) {
-  static const auto handle =
-      find<ThreeTensors(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&,
-                        double)>("fusednorm::group_norm_forward");
-  return call(handle, keys, in.input, group.num_groups, in.weight, in.bias, *group.norm.eps);
-}
-
-ThreeTensors dispatch_backward(const GroupNorm& group, const BackwardInputs& in, Keys keys = {}) {
-  static const auto handle =
-      find<ThreeTensors(const Tensor&, const Tensor&, int64_t, const Tensor&, const Tensor&,
-                        const OptionalTensor&, const OptionalTensor&, double, std::array<bool, 3>)>(
-          "fusednorm::group_norm_backward");
-  return call(handle, keys, in.grad_output, in.input, group.num_groups, in.mean, in.rstd, in.weight,
-              in.bias, *group.norm.eps, in.output_mask);
-}
-
 // ---- Meta: shapes, dtypes and memory formats, by the same checks ----
 
 struct MetaBackend {
@@ -142,6 +106,26 @@ struct MetaBackend {
             channels(in.output_mask[2], checks::grad_bias_dtype(in))};
   }
 };
+
+// ---- Calls into the dispatcher ----
+
+using Schema = GroupOperators<MetaBackend>;
+
+Tensor dispatch_output(const GroupNorm& group, const ForwardInputs& in, Keys keys = {}) {
+  static const auto handle = find("fusednorm::group_norm", Schema::group_norm);
+  return call(handle, keys, in.input, group.num_groups, in.weight, in.bias, *group.norm.eps);
+}
+
+ThreeTensors dispatch_forward(const GroupNorm& group, const ForwardInputs& in, Keys keys = {}) {
+  static const auto handle = find("fusednorm::group_norm_forward", Schema::group_norm_forward);
+  return call(handle, keys, in.input, group.num_groups, in.weight, in.bias, *group.norm.eps);
+}
+
+ThreeTensors dispatch_backward(const GroupNorm& group, const BackwardInputs& in, Keys keys = {}) {
+  static const auto handle = find("fusednorm::group_norm_backward", Schema::group_norm_backward);
+  return call(handle, keys, in.grad_output, in.input, group.num_groups, in.mean, in.rstd, in.weight,
+              in.bias, *group.norm.eps, in.output_mask);
+}
 
 // ---- Composites: LayerNorm of the groups as rows, then ATen for weight and bias ----
 //
