@@ -228,7 +228,8 @@ struct BackwardConstants {
                           const Tensor& mean, const Tensor& rstd, const Tensor& weight,
                           const std::vector<bool>& wanted) const {
     OptionalTensor bias;
-    if (wanted[2]) {  // only its dtype is read: one element, expanded
+    if (wanted[2] && bias_dtype != (weight.defined() ? weight : input).scalar_type()) {
+      // Only its dtype is read: one element, expanded.
       bias = at::empty({1}, input.options().dtype(*bias_dtype)).expand_symint(input.sym_size(1));
     }
     auto [grad_input, grad_weight, grad_bias] =

@@ -40,14 +40,21 @@ struct GroupBlock {
 
   int64_t first_channel() const { return first_group * shape.group_channels; }
   int64_t channels() const { return groups * shape.group_channels; }
-  int64_t stride() const { return (channels() + kLanes<T> - 1) / kLanes<T> * kLanes<T>; }
+  /// From one array to the next: whole vectors, and one for what spread writes beyond.
+  int64_t stride() const {
+    return (channels() + kLanes<T> - 1) / kLanes<T> * kLanes<T> + kLanes<T>;
+  }
   int64_t offset() const { return sample * shape.sample_size() + first_channel(); }
   int64_t row(int64_t group) const { return sample * shape.groups + first_group + group; }
-  /// Sets one group's channels in an array.
-  template <class acc_t>
-  void spread(int64_t group, acc_t value, acc_t* array) const {
-    acc_t* const first = array + group * shape.group_channels;
-    for (int64_t d = 0; d < shape.group_channels; ++d) first[d] = value;
+  /// Whether the vectors of every position may be streamed to.
+  bool may_stream(const T* first_position) const {
+    return shape.channels() % kLanes<T> == 0 && FUSEDNORM_ISA::may_stream(first_position);
+  }
+  /// Sets one group's channels in an array, in whole vectors: what comes behind them is set after.
+  FN_INLINE void spread(int64_t group, acc_of<T> value, acc_of<T>* array) const {
+    acc_of<T>* const first = array + group * shape.group_channels;
+    const auto all = Broadcast<vector_of<T>>::of(value);
+    for (int64_t d = 0; d < shape.group_channels; d += kLanes<T>) store(first + d, all);
   }
 };
 
@@ -75,6 +82,7 @@ struct Blocking {
     chunks = (s.spatial + chunk - 1) / chunk;
   }
 
+  int64_t block_bytes() const { return groups * shape.cols() * static_cast<int64_t>(sizeof(T)); }
   int64_t blocks() const { return (shape.groups + groups - 1) / groups; }
   GroupBlock<T> block(int64_t sample, int64_t b) const {
     const int64_t first = b * groups, left = shape.groups - first;
@@ -145,6 +153,7 @@ FN_INLINE void apply_channels(const Blocking<T>& blocking, const GroupBlock<T>& 
                for (int64_t p = first; p < last; ++p)
                  strip.store_at(p * step + i, step * kAheadPositions);
              });
+    end_streaming();
   });
 }
 
@@ -152,10 +161,30 @@ FN_INLINE void apply_channels(const Blocking<T>& blocking, const GroupBlock<T>& 
 template <class T, int n>
 struct Strip {
   vector_of<T> v[n];
-  FN_INLINE explicit Strip(const acc_of<T>* array) {
+  template <class Which>
+  FN_INLINE Strip(const acc_of<T>* array, Which part) {
 #pragma GCC unroll 4
-    for (int k = 0; k < n; ++k) v[k] = load(array + k * kLanes<T>);
+    for (int k = 0; k < n; ++k) v[k] = load(array + k * kLanes<T>, part);
   }
+};
+
+/// What the blocks of one thread need in turn.
+template <class T>
+struct Workspace {
+  int64_t stride;
+  Scratch<double> sums;
+  Scratch<acc_of<T>> arrays, pivots;
+  Scratch<RowStatistics<acc_of<T>>> rows;
+  Scratch<bool> extreme;
+
+  Workspace(const Blocking<T>& blocking, int kSums, int kArrays)
+      : stride(blocking.block(0, 0).stride()),
+        sums(blocking.chunks * kSums * stride),
+        arrays(kArrays * stride),
+        pivots(blocking.groups),
+        rows(blocking.groups),
+        extreme(blocking.groups) {}
+  acc_of<T>* array(int i) const { return arrays.data + i * stride; }
 };
 
 /// One group of one sample, copied into a contiguous row (channels first) and back: for the few
@@ -182,19 +211,6 @@ struct GatheredGroup {
   }
 };
 
-/// body(block) for all blocks of a range of samples: side by side if they are many, else one after
-/// the other, each on all threads.
-template <class T, class Body>
-FN_INLINE void for_blocks(const Blocking<T>& blocking, const Parallel& parallel, Body body) {
-  const int64_t blocks = blocking.blocks(), count = blocking.shape.samples * blocks;
-  const auto range = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(blocking.block(i / blocks, i % blocks));
-  };
-  if (count < parallel.threads) return range(0, count);
-  parallel_for(parallel, count,
-               blocking.groups * blocking.shape.cols() * static_cast<int64_t>(sizeof(T)), range);
-}
-
 // ---- Forward ----
 
 /// Of x - pivot and its square.
@@ -205,8 +221,8 @@ struct PivotSums {
     const T* x;
     Which part;
     Strip<T, n> pivot;
-    FN_INLINE Of(int64_t i, Which p, const T* x_, const acc_of<T>* pivots)
-        : x(x_), part(p), pivot(pivots + i) {}
+    FN_INLINE Of(int64_t i, Which p, const T* x_, const Workspace<T>& space)
+        : x(x_), part(p), pivot(space.array(0) + i, p) {}
     FN_INLINE void add(int64_t at, vector_of<T> (&acc)[kSums][n], int64_t ahead) const {
 #pragma GCC unroll 4
       for (int k = 0; k < n; ++k) {
@@ -226,25 +242,28 @@ struct Normalize {
   struct Of {
     const T* x;
     T* y;
+    bool past_caches;
     Which part;
     Strip<T, n> mean, rstd, minus_shift_rstd, weight, bias;
-    FN_INLINE Of(int64_t i, Which p, const T* x_, T* y_, const acc_of<T>* arrays, int64_t stride)
+    FN_INLINE Of(int64_t i, Which p, const T* x_, T* y_, bool past, const Workspace<T>& space,
+                 const acc_of<T>* weights, const acc_of<T>* biases)
         : x(x_),
           y(y_),
+          past_caches(past),
           part(p),
-          mean(arrays + i),
-          rstd(arrays + stride + i),
-          minus_shift_rstd(arrays + 2 * stride + i),
-          weight(arrays + 3 * stride + i),
-          bias(arrays + 4 * stride + i) {}
+          mean(space.array(0) + i, p),
+          rstd(space.array(1) + i, p),
+          minus_shift_rstd(space.array(2) + i, p),
+          weight(kAffine ? weights + i : space.array(0) + i, p),
+          bias(kAffine ? biases + i : space.array(0) + i, p) {}
     FN_INLINE void store_at(int64_t at, int64_t ahead) const {
 #pragma GCC unroll 4
       for (int k = 0; k < n; ++k) {
         const int64_t j = at + k * kLanes<T>;
-        __builtin_prefetch(y + j + ahead, 1);
+        if (!past_caches) __builtin_prefetch(y + j + ahead, 1);
         const auto x_hat = normalize<LayerNormStatistics, VectorMath>(
             load(x + j, part), mean.v[k], rstd.v[k], minus_shift_rstd.v[k]);
-        store(y + j, kAffine ? mul_add(x_hat, weight.v[k], bias.v[k]) : x_hat, part);
+        write(y + j, kAffine ? mul_add(x_hat, weight.v[k], bias.v[k]) : x_hat, part, past_caches);
       }
     }
   };
@@ -253,28 +272,29 @@ struct Normalize {
 /// A pivot for each group: the mean of 16 elements or more, of 4 to 16 positions spread over the
 /// sample.
 template <class T>
-void group_pivots(const GroupBlock<T>& block, const T* x, acc_of<T>* pivot) {
+void group_pivots(const GroupBlock<T>& block, const T* x, const Workspace<T>& space) {
+  using acc_t = acc_of<T>;
   using V = vector_of<T>;
   const GroupShape& shape = block.shape;
   int64_t positions = shape.group_channels >= 4 ? 4 : 16 / shape.group_channels;
   while (positions > shape.spatial) positions /= 2;
-  // Divided first, by a power of two and so exactly: the sum of huge values would overflow.
-  const V share = Broadcast<V>::of(acc_of<T>(1) / static_cast<acc_of<T>>(positions));
+  // Divided first: the sum of huge values would overflow.
+  const V divisor = Broadcast<V>::of(static_cast<acc_t>(positions));
+  acc_t* const means = space.array(0);
   for_columns<T>(block.channels(), [&](int64_t i, auto part) FN_LAMBDA_INLINE {
     V sum{};
     for (int64_t k = 0; k < positions; ++k) {
       const int64_t p = k * shape.spatial / positions;
-      sum = sum + load(x + p * shape.channels() + i, part) * share;
+      sum = sum + load(x + p * shape.channels() + i, part) / divisor;
     }
-    store(pivot + i, sum);
+    store(means + i, sum);
   });
   for (int64_t g = 0; g < block.groups; ++g) {
     double sum = 0;
     for (int64_t d = 0; d < shape.group_channels; ++d) {
-      sum += static_cast<double>(pivot[g * shape.group_channels + d]);
+      sum += static_cast<double>(means[g * shape.group_channels + d]);
     }
-    sum /= static_cast<double>(shape.group_channels);
-    block.spread(g, static_cast<acc_of<T>>(sum), pivot);
+    space.pivots.data[g] = static_cast<acc_t>(sum / static_cast<double>(shape.group_channels));
   }
 }
 
@@ -301,78 +321,92 @@ FN_INLINE bool statistics_about(acc_t pivot, double sum, double sum_squares, dou
 
 template <class T>
 void channels_last_forward_block(const GroupForwardArgs& args, const Blocking<T>& blocking,
-                                 const GroupBlock<T>& block, const Parallel& parallel) {
+                                 const GroupBlock<T>& block, const Parallel& parallel,
+                                 const Workspace<T>& space) {
   using acc_t = acc_of<T>;
   const GroupShape& shape = args.shape;
   const T* const x = static_cast<const T*>(args.input) + block.offset();
   T* const y = static_cast<T*>(args.output) + block.offset();
-  const int64_t stride = block.stride();
-  const Scratch<double> sums(blocking.chunks * PivotSums::kSums * stride);
-  const Scratch<acc_t> arrays(6 * stride);
-  acc_t *const mean = arrays.data, *const rstd = mean + stride;
-  acc_t *const minus_shift_rstd = rstd + stride, *const weight = minus_shift_rstd + stride;
-  acc_t *const bias = weight + stride, *const pivot = bias + stride;
-  const Scratch<RowStatistics<acc_t>> rows(block.groups);
-  const Scratch<bool> extreme(block.groups);
+  const double *const sums = space.sums.data, *const square_sums = sums + block.stride();
+  RowStatistics<acc_t>* const rows = space.rows.data;
 
-  group_pivots(block, x, pivot);
+  group_pivots(block, x, space);
   bool all_close = false;
   for (int sweep = 0; sweep < 3 && !all_close; ++sweep) {
-    channel_sums<PivotSums>(blocking, block, parallel, sums.data, x, pivot);
+    acc_t* const pivots = space.pivots.data;
+    for (int64_t g = 0; g < block.groups; ++g) block.spread(g, pivots[g], space.array(0));
+    channel_sums<PivotSums>(blocking, block, parallel, space.sums.data, x, space);
     all_close = true;
     for (int64_t g = 0; g < block.groups; ++g) {
       double sum = 0, sum_squares = 0;
       const int64_t first = g * shape.group_channels;
       for (int64_t c = first; c < first + shape.group_channels; ++c) {
-        sum += sums.data[c];
-        sum_squares += sums.data[stride + c];
+        sum += sums[c];
+        sum_squares += square_sums[c];
       }
       bool close;
-      extreme.data[g] =
-          !statistics_about(pivot[first], sum, sum_squares, static_cast<double>(shape.cols()),
-                            args.params, &close, &rows.data[g]);
-      if (!close && sweep < 2) {
-        block.spread(g, rows.data[g].mean, pivot);
+      space.extreme.data[g] =
+          !statistics_about(pivots[g], sum, sum_squares, static_cast<double>(shape.cols()),
+                            args.params, &close, &rows[g]);
+      if (!close && sweep < 2) {  // the others' sums will be the same once more
+        pivots[g] = rows[g].mean;
         all_close = false;
       }
     }
   }
   for (int64_t g = 0; g < block.groups; ++g) {
-    block.spread(g, rows.data[g].mean, mean);
-    block.spread(g, rows.data[g].rstd, rstd);
-    block.spread(g, rows.data[g].minus_shift_rstd, minus_shift_rstd);
+    block.spread(g, rows[g].mean, space.array(0));
+    block.spread(g, rows[g].rstd, space.array(1));
+    block.spread(g, rows[g].minus_shift_rstd, space.array(2));
   }
 
-  if (args.weight == nullptr) {
-    apply_channels<Normalize<false>>(blocking, block, parallel, x, y, mean, stride);
+  const bool past_caches = args.beyond_cache && block.may_stream(y);
+  const acc_t* const weight = static_cast<const acc_t*>(args.weight);
+  if (weight == nullptr) {
+    apply_channels<Normalize<false>>(blocking, block, parallel, x, y, past_caches, space, weight,
+                                     weight);
   } else {
+    const acc_t* const bias = static_cast<const acc_t*>(args.bias);
     const int64_t first = block.first_channel();
-    for (int64_t c = 0; c < block.channels(); ++c) {
-      weight[c] = static_cast<const acc_t*>(args.weight)[first + c];
-      bias[c] = static_cast<const acc_t*>(args.bias)[first + c];
-    }
-    apply_channels<Normalize<true>>(blocking, block, parallel, x, y, mean, stride);
+    apply_channels<Normalize<true>>(blocking, block, parallel, x, y, past_caches, space,
+                                    weight + first, bias + first);
   }
 
   for (int64_t g = 0; g < block.groups; ++g) {
-    if (__builtin_expect(extreme.data[g], 0)) {
+    if (__builtin_expect(space.extreme.data[g], 0)) {
       const Scratch<T> row(2 * shape.cols());
       const GatheredGroup<T> gathered{block, g};
       gathered.gather(x, row.data);
-      group_forward_row(args, block.first_group + g, row.data, row.data + shape.cols(),
-                        &rows.data[g]);
+      group_forward_row(args, block.first_group + g, row.data, row.data + shape.cols(), &rows[g]);
       gathered.scatter(row.data + shape.cols(), y);
     }
-    save_statistics(args, block.row(g), rows.data[g]);
+    save_statistics(args, block.row(g), rows[g]);
+  }
+}
+
+/// body(begin, end) for the ranges of [0, count): side by side if they are many, else here, with
+/// all threads left for what is inside.
+template <class Body>
+FN_INLINE void for_ranges(const Parallel& parallel, int64_t count, int64_t item_bytes, Body body) {
+  if (count < parallel.threads) {
+    body(0, count);
+  } else {
+    parallel_for(parallel, count, item_bytes, body);
   }
 }
 
 template <class T>
 void channels_last_forward(const GroupForwardArgs& args, const Parallel& parallel) {
   const Blocking<T> blocking(args.shape, 1);
-  for_blocks(blocking, parallel, [&](const GroupBlock<T>& block) {
-    channels_last_forward_block(args, blocking, block, parallel);
-  });
+  const int64_t blocks = blocking.blocks();
+  for_ranges(parallel, args.shape.samples * blocks, blocking.block_bytes(),
+             [&](int64_t begin, int64_t end) {
+               const Workspace<T> space(blocking, PivotSums::kSums, 3);
+               for (int64_t i = begin; i < end; ++i) {
+                 channels_last_forward_block(args, blocking, blocking.block(i / blocks, i % blocks),
+                                             parallel, space);
+               }
+             });
 }
 
 // ---- Backward ----
@@ -385,9 +419,12 @@ struct GradientSums {
     const T *x, *grad_output;
     Which part;
     Strip<T, n> mean, rstd;
-    FN_INLINE Of(int64_t i, Which p, const T* x_, const T* g, const acc_of<T>* arrays,
-                 int64_t stride)
-        : x(x_), grad_output(g), part(p), mean(arrays + i), rstd(arrays + stride + i) {}
+    FN_INLINE Of(int64_t i, Which p, const T* x_, const T* g, const Workspace<T>& space)
+        : x(x_),
+          grad_output(g),
+          part(p),
+          mean(space.array(0) + i, p),
+          rstd(space.array(1) + i, p) {}
     FN_INLINE void add(int64_t at, vector_of<T> (&acc)[kSums][n], int64_t ahead) const {
 #pragma GCC unroll 4
       for (int k = 0; k < n; ++k) {
@@ -409,41 +446,45 @@ struct GradInput {
   struct Of {
     const T *x, *grad_output;
     T* dx;
+    bool past_caches;
     Which part;
     Strip<T, n> mean, rstd, minus_shift, mean_g, minus_projection, weight;
-    FN_INLINE Of(int64_t i, Which p, const T* x_, const T* g, T* d, const acc_of<T>* arrays,
-                 int64_t stride)
+    FN_INLINE Of(int64_t i, Which p, const T* x_, const T* g, T* d, bool past,
+                 const Workspace<T>& space, const acc_of<T>* weights)
         : x(x_),
           grad_output(g),
           dx(d),
+          past_caches(past),
           part(p),
-          mean(arrays + i),
-          rstd(arrays + stride + i),
-          minus_shift(arrays + 2 * stride + i),
-          mean_g(arrays + 3 * stride + i),
-          minus_projection(arrays + 4 * stride + i),
-          weight(arrays + 5 * stride + i) {}
+          mean(space.array(0) + i, p),
+          rstd(space.array(1) + i, p),
+          minus_shift(space.array(2) + i, p),
+          mean_g(space.array(3) + i, p),
+          minus_projection(space.array(4) + i, p),
+          weight(weights + i, p) {}
     FN_INLINE void store_at(int64_t at, int64_t ahead) const {
 #pragma GCC unroll 4
       for (int k = 0; k < n; ++k) {
         const int64_t j = at + k * kLanes<T>;
-        __builtin_prefetch(dx + j + ahead, 1);
+        if (!past_caches) __builtin_prefetch(dx + j + ahead, 1);
         const auto x_hat = normalize<LayerNormStatistics, VectorMath>(load(x + j, part), mean.v[k],
                                                                       rstd.v[k], minus_shift.v[k]);
-        store(dx + j,
+        write(dx + j,
               grad_input<LayerNormStatistics, VectorMath>(load(grad_output + j, part) * weight.v[k],
                                                           x_hat, mean_g.v[k], minus_projection.v[k],
                                                           rstd.v[k]),
-              part);
+              part, past_caches);
       }
     }
   };
 };
 
-/// grad_weight and grad_bias: of the block's channels, added to; null: not wanted.
+/// weight, grad_weight and grad_bias: of the block's channels; the latter two are added to, or
+/// null: not wanted.
 template <class T>
 void channels_last_backward_block(const GroupBackwardArgs& args, const Blocking<T>& blocking,
                                   const GroupBlock<T>& block, const Parallel& parallel,
+                                  const Workspace<T>& space, const acc_of<T>* weight,
                                   double* grad_weight, double* grad_bias) {
   using acc_t = acc_of<T>;
   const GroupShape& shape = args.shape;
@@ -451,26 +492,16 @@ void channels_last_backward_block(const GroupBackwardArgs& args, const Blocking<
   const T* const grad_output = static_cast<const T*>(args.grad_output) + block.offset();
   T* const dx =
       args.grad_input == nullptr ? nullptr : static_cast<T*>(args.grad_input) + block.offset();
-  const acc_t* const saved_mean = static_cast<const acc_t*>(args.mean) + block.row(0);
-  const acc_t* const saved_rstd = static_cast<const acc_t*>(args.rstd) + block.row(0);
-  const int64_t stride = block.stride();
-  const Scratch<double> sums(blocking.chunks * GradientSums::kSums * stride);
-  const Scratch<acc_t> arrays(6 * stride);
-  acc_t *const mean = arrays.data, *const rstd = mean + stride;
-  acc_t *const minus_shift = rstd + stride, *const mean_g = minus_shift + stride;
-  acc_t *const minus_projection = mean_g + stride, *const weight = minus_projection + stride;
-  for (int64_t c = 0; c < block.channels(); ++c) {
-    weight[c] = args.weight == nullptr
-                    ? acc_t(1)
-                    : static_cast<const acc_t*>(args.weight)[block.first_channel() + c];
-  }
+  const acc_t* const mean = static_cast<const acc_t*>(args.mean) + block.row(0);
+  const acc_t* const rstd = static_cast<const acc_t*>(args.rstd) + block.row(0);
   for (int64_t g = 0; g < block.groups; ++g) {
-    block.spread(g, saved_mean[g], mean);
-    block.spread(g, saved_rstd[g], rstd);
+    block.spread(g, mean[g], space.array(0));
+    block.spread(g, rstd[g], space.array(1));
   }
 
-  channel_sums<GradientSums>(blocking, block, parallel, sums.data, x, grad_output, mean, stride);
-  const double *const of_t = sums.data, *const of_g = of_t + stride, *const of_gt = of_g + stride;
+  channel_sums<GradientSums>(blocking, block, parallel, space.sums.data, x, grad_output, space);
+  const double *const of_t = space.sums.data, *const of_g = of_t + block.stride();
+  const double* const of_gt = of_g + block.stride();
   for (int64_t g = 0; g < block.groups; ++g) {
     double sum_t = 0, sum_g = 0, sum_gt = 0;
     const int64_t first = g * shape.group_channels, last = first + shape.group_channels;
@@ -481,23 +512,25 @@ void channels_last_backward_block(const GroupBackwardArgs& args, const Blocking<
       sum_gt += w * of_gt[c];
     }
     const auto k = group_coefficients(sum_t, sum_g, sum_gt, static_cast<double>(shape.cols()),
-                                      saved_rstd[g], args.params);
-    if (grad_weight != nullptr && is_ordinary(saved_rstd[g])) {
+                                      rstd[g], args.params);
+    if (grad_weight != nullptr && is_ordinary(rstd[g])) {
       for (int64_t c = first; c < last; ++c) {
         grad_weight[c] += of_gt[c] + static_cast<double>(k.minus_shift) * of_g[c];
         grad_bias[c] += of_g[c];
       }
     }
-    block.spread(g, k.minus_shift, minus_shift);
-    block.spread(g, k.mean_g, mean_g);
-    block.spread(g, k.minus_projection, minus_projection);
+    block.spread(g, k.minus_shift, space.array(2));
+    block.spread(g, k.mean_g, space.array(3));
+    block.spread(g, k.minus_projection, space.array(4));
   }
   if (dx != nullptr) {
-    apply_channels<GradInput>(blocking, block, parallel, x, grad_output, dx, mean, stride);
+    const bool past_caches = args.beyond_cache && block.may_stream(dx);
+    apply_channels<GradInput>(blocking, block, parallel, x, grad_output, dx, past_caches, space,
+                              weight);
   }
 
   for (int64_t g = 0; g < block.groups; ++g) {
-    if (__builtin_expect(is_ordinary(saved_rstd[g]), 1)) continue;
+    if (__builtin_expect(is_ordinary(rstd[g]), 1)) continue;
     const int64_t cols = shape.cols(), first = g * shape.group_channels;
     const Scratch<T> rows(3 * cols);
     const Scratch<double> channel(2 * shape.group_channels);
@@ -511,9 +544,10 @@ void channels_last_backward_block(const GroupBackwardArgs& args, const Blocking<
                            weight + first,
                            grad_weight == nullptr ? nullptr : grad_weight + first,
                            grad_bias == nullptr ? nullptr : grad_bias + first,
-                           saved_mean[g],
-                           saved_rstd[g],
-                           {1, 1}},
+                           mean[g],
+                           rstd[g],
+                           {1, 1},
+                           false},
                           channel.data);
     if (dx != nullptr) gathered.scatter(rows.data + 2 * cols, dx);
   }
@@ -523,32 +557,32 @@ template <class T>
 void channels_last_backward(const GroupBackwardArgs& args, const Parallel& parallel) {
   const Blocking<T> blocking(args.shape, 2);
   ChannelGradients gradients(args);
-  const int64_t blocks = blocking.blocks(), count = gradients.chunks * blocks;
+  const int64_t blocks = blocking.blocks();
+  Scratch<acc_of<T>> ones(args.weight == nullptr ? args.shape.channels() : 0);
+  for (int64_t c = 0; args.weight == nullptr && c < args.shape.channels(); ++c) ones.data[c] = 1;
+  const auto* const weight =
+      args.weight == nullptr ? ones.data : static_cast<const acc_of<T>*>(args.weight);
   // A range of (chunk of samples, block): the samples of a chunk in order, the range's blocks of
   // each.
-  const auto range = [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin / blocks; c * blocks < end; ++c) {
-      const int64_t first = begin > c * blocks ? begin - c * blocks : 0;
-      const int64_t last = end < (c + 1) * blocks ? end - c * blocks : blocks;
-      for (int64_t n = gradients.begin(c); n < gradients.end(c); ++n) {
-        for (int64_t b = first; b < last; ++b) {
-          const GroupBlock<T> block = blocking.block(n, b);
-          double *const dw = gradients.weight(c), *const db = gradients.bias(c);
-          channels_last_backward_block(args, blocking, block, parallel,
-                                       dw == nullptr ? nullptr : dw + block.first_channel(),
-                                       db == nullptr ? nullptr : db + block.first_channel());
-        }
-      }
-    }
-  };
-  if (count < parallel.threads) {
-    range(0, count);
-  } else {
-    parallel_for(
-        parallel, count,
-        gradients.chunk * blocking.groups * args.shape.cols() * static_cast<int64_t>(sizeof(T)),
-        range);
-  }
+  for_ranges(parallel, gradients.chunks * blocks, gradients.chunk * blocking.block_bytes(),
+             [&](int64_t begin, int64_t end) {
+               const Workspace<T> space(blocking, GradientSums::kSums, 5);
+               for (int64_t c = begin / blocks; c * blocks < end; ++c) {
+                 const int64_t first = begin > c * blocks ? begin - c * blocks : 0;
+                 const int64_t last = end < (c + 1) * blocks ? end - c * blocks : blocks;
+                 double *const dw = gradients.weight(c), *const db = gradients.bias(c);
+                 for (int64_t n = gradients.begin(c); n < gradients.end(c); ++n) {
+                   for (int64_t b = first; b < last; ++b) {
+                     const GroupBlock<T> block = blocking.block(n, b);
+                     const int64_t channel = block.first_channel();
+                     channels_last_backward_block(args, blocking, block, parallel, space,
+                                                  weight + channel,
+                                                  dw == nullptr ? nullptr : dw + channel,
+                                                  db == nullptr ? nullptr : db + channel);
+                   }
+                 }
+               }
+             });
   gradients.finish();
 }
 

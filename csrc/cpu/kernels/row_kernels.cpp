@@ -22,6 +22,7 @@ namespace {
 #include "backward.h"
 #include "parameters.h"
 #include "residual.h"
+#include "stream.h"
 #include "group_rows.h"
 #include "group_channels_last.h"
 // clang-format on
