@@ -6,18 +6,11 @@
 // forward + backward. Both `_forward` and `_backward` have their own Autograd kernel, since
 // functorch levels re-enter autograd on the inner operator: without it, hessians were silently
 // wrong.
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
-#include <torch/headeronly/version.h>
-
+#include "backward_node.h"
 #include "composites.h"
 
 namespace fusednorm {
 namespace {
-
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
 
 // ---- The node ----
 
@@ -40,10 +33,48 @@ struct BackwardConstants {
   std::optional<at::ScalarType> bias_dtype;
   std::optional<Add> add;
 
+  BackwardConstants(const Norm& n, const ForwardInputs& in, std::optional<Add> a)
+      : norm(n), add(a) {
+    norm.op = add ? (norm.centered ? "add_layer_norm_backward" : "add_rms_norm_backward")
+                  : (norm.centered ? "layer_norm_backward" : "rms_norm_backward");
+    // The caller's string may go away.
+    norm.casting_mode = norm.llama() ? "llama" : "default";
+    if (present(in.bias)) bias_dtype = in.bias->scalar_type();
+  }
+
+  std::string name() const {
+    const std::string of_norm = norm.centered ? "LayerNormBackward" : "RmsNormBackward";
+    return add ? "Add" + of_norm : of_norm;
+  }
+  bool rows_are_output() const { return add.has_value(); }
+
+  void collect(torch::dynamo::autograd::CompiledNodeArgs& args) const {
+    args.collect(norm.centered);
+    args.collect(norm.eps.has_value());
+    args.collect(norm.eps.value_or(0));
+    args.collect(norm.weight_offset);
+    args.collect(norm.eps_outside);
+    args.collect(norm.unbiased);
+    args.collect(norm.llama());
+    args.collect(bias_dtype.value_or(at::ScalarType::Undefined));
+    args.collect(add.has_value());
+    const Add of_none{0, at::ScalarType::Undefined, at::ScalarType::Undefined};
+    args.collect(add.value_or(of_none).alpha);
+    args.collect(add.value_or(of_none).input_dtype);
+    args.collect(add.value_or(of_none).residual_dtype);
+  }
+
+  Mask mask_of(const std::vector<bool>& wanted) const {
+    if (add) return {wanted[0], wanted[1], wanted[2], wanted[3]};
+    return {wanted[0], false, wanted[1], wanted[2]};
+  }
+
   /// `rows` is what was normalized: the input, or the sum.
   variable_list gradients(const variable_list& grads, const Tensor& rows,
                           c10::SymIntArrayRef normalized_shape, const Tensor& mean,
-                          const Tensor& rstd, const Tensor& weight, Mask mask) const {
+                          const Tensor& rstd, const Tensor& weight,
+                          const std::vector<bool>& wanted) const {
+    const Mask mask = mask_of(wanted);
     OptionalTensor bias;
     if (mask[3] && bias_dtype != (weight.defined() ? weight : rows).scalar_type()) {
       // Only its dtype is read: one element, expanded.
@@ -85,8 +116,10 @@ struct BackwardConstants {
 
   /// The output was not used: the gradient of the sum, if any, is its own. A copy of it, since what
   /// autograd hands out must not be what the caller handed in.
-  variable_list without_grad_output(const variable_list& grads, Mask mask) const {
+  variable_list without_grad_output(const variable_list& grads,
+                                    const std::vector<bool>& wanted) const {
     if (!add) return variable_list(3);
+    const Mask mask = mask_of(wanted);
     variable_list result(4);
     if (!grads[1].defined()) return result;
     const auto copy_to = [&](at::ScalarType dtype) {
@@ -105,151 +138,15 @@ struct BackwardConstants {
   }
 };
 
-/// The backward of all four operators. Keeps what was normalized (the input, or the sum), the
-/// weight and the row statistics, nothing else.
-class RowNormBackward : public torch::autograd::Node {
- public:
-  RowNormBackward(const Norm& norm, const ForwardInputs& in) : RowNormBackward(norm, in, {}) {
-    rows_ = SavedVariable(in.input, /*is_output=*/false);
-    set_next_edges(torch::autograd::collect_next_edges(in.input, in.weight, in.bias));
-  }
-
-  RowNormBackward(const Norm& norm, const AddInputs& in)
-      : RowNormBackward(norm, in.of(in.residual),
-                        Add{in.alpha, in.input.scalar_type(), in.residual.scalar_type()}) {
-    set_next_edges(torch::autograd::collect_next_edges(in.input, in.residual, in.weight, in.bias));
-  }
-
-  /// What forward returned, once its history is set. The sum refers back to this node: as an output
-  /// it is kept without a cycle.
-  void save_results(const Tensor& residual_out, const Tensor& mean, const Tensor& rstd) {
-    if (is_add()) rows_ = SavedVariable(residual_out, /*is_output=*/true);
-    mean_ = SavedVariable(mean, /*is_output=*/false);
-    rstd_ = SavedVariable(rstd, /*is_output=*/false);
-  }
-
-  variable_list apply(variable_list&& grads) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!grads[0].defined()) return constants_.without_grad_output(grads, mask());
-    return constants_.gradients(grads, rows_.unpack(getptr()), normalized_shape_, mean_.unpack(),
-                                rstd_.unpack(), weight_.unpack(), mask());
-  }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (SavedVariable* saved : saved_variables()) saved->reset_data();
-  }
-
-  std::string name() const override {
-    const std::string norm = constants_.norm.centered ? "LayerNormBackward" : "RmsNormBackward";
-    return is_add() ? "Add" + norm : norm;
-  }
-
-  // Compiled autograd: what a graph is cached by, and how this node is traced. The call goes into
-  // the graph as one function of tensors: while tracing, incoming gradients are dummies of no true
-  // shape.
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(rows_, /*is_output=*/is_add());
-    for (const SavedVariable* saved : {&weight_, &mean_, &rstd_}) {
-      args.collect(*saved, /*is_output=*/false);
-    }
-    args.collect(normalized_shape_);
-    const Norm& norm = constants_.norm;
-    args.collect(norm.centered);
-    args.collect(norm.eps.has_value());
-    args.collect(norm.eps.value_or(0));
-    args.collect(norm.weight_offset);
-    args.collect(norm.eps_outside);
-    args.collect(norm.unbiased);
-    args.collect(norm.llama());
-    args.collect(constants_.bias_dtype.value_or(at::ScalarType::Undefined));
-    args.collect(is_add());
-    const Add none{0, at::ScalarType::Undefined, at::ScalarType::Undefined};
-    const Add add = constants_.add.value_or(none);
-    args.collect(add.alpha);
-    args.collect(add.input_dtype);
-    args.collect(add.residual_dtype);
-  }
-
-  variable_list apply_with_saved(const variable_list& grads,
-                                 torch::dynamo::autograd::SwapSavedVariables& swap) override {
-    using torch::dynamo::autograd::IValuePacker;
-    for (SavedVariable* saved : saved_variables()) swap.before(*saved);
-    swap.before(normalized_shape_);
-    torch::dynamo::autograd::PackedArgs packed;
-    for (const SavedVariable* saved : saved_variables()) packed.pack(saved->unpack(getptr()));
-    packed.pack(normalized_shape_);
-    const Mask wanted = mask();
-    packed.pack(std::vector<bool>(wanted.begin(), wanted.end()));
-    const std::vector<at::TypePtr> types{at::TensorType::get(),
-                                         at::TensorType::get(),
-                                         at::TensorType::get(),
-                                         at::TensorType::get(),
-                                         IValuePacker<std::vector<c10::SymInt>>::packed_type(),
-                                         IValuePacker<std::vector<bool>>::packed_type()};
-    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
-    const std::string bound = compiler->bind_function(
-        swap.get_py_compiler(), name(),
-        [constants = constants_](const variable_list& traced_grads,
-                                 const std::vector<c10::IValue>& values) {
-          torch::dynamo::autograd::PackedArgs args(values);
-          const auto rows = args.unpack<Tensor>(), weight = args.unpack<Tensor>();
-          const auto mean = args.unpack<Tensor>(), rstd = args.unpack<Tensor>();
-          const auto shape = args.unpack<std::vector<c10::SymInt>>();
-          const auto list = args.unpack<std::vector<bool>>();
-          const Mask mask{list[0], list[1], list[2], list[3]};
-          if (!traced_grads[0].defined()) return constants.without_grad_output(traced_grads, mask);
-          return constants.gradients(traced_grads, rows, shape, mean, rstd, weight, mask);
-        },
-        types, /*is_custom_function=*/true);
-    const auto metadata = torch::dynamo::autograd::get_input_metadata(next_edges());
-    variable_list result = compiler->call_function(
-        swap.get_py_compiler(), "apply_functional", bound, grads, packed.vec(),
-        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(metadata));
-    for (SavedVariable* saved : saved_variables()) swap.after(*saved);
-    swap.after(normalized_shape_);
-    return result;
-  }
-
- private:
-  RowNormBackward(const Norm& norm, const ForwardInputs& in, std::optional<Add> add)
-      : constants_{norm, std::nullopt, add},
-        normalized_shape_(in.normalized_shape.begin(), in.normalized_shape.end()),
-        weight_(in.weight, /*is_output=*/false) {
-    constants_.norm.op = add ? (norm.centered ? "add_layer_norm_backward" : "add_rms_norm_backward")
-                             : (norm.centered ? "layer_norm_backward" : "rms_norm_backward");
-    // The caller's string may go away.
-    constants_.norm.casting_mode = norm.llama() ? "llama" : "default";
-    if (present(in.bias)) constants_.bias_dtype = in.bias->scalar_type();
-  }
-
-  bool is_add() const { return constants_.add.has_value(); }
-  std::array<SavedVariable*, 4> saved_variables() { return {&rows_, &weight_, &mean_, &rstd_}; }
-  Mask mask() const {
-    const size_t parameters = is_add() ? 2 : 1;
-    return {task_should_compute_output(0), is_add() && task_should_compute_output(1),
-            task_should_compute_output(parameters), task_should_compute_output(parameters + 1)};
-  }
-
-  BackwardConstants constants_;
-  std::vector<c10::SymInt> normalized_shape_;
-  SavedVariable rows_, weight_, mean_, rstd_;
-};
-
-template <class... Args>
-auto make_node(Args&&... args) {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
-  return c10::make_intrusive<RowNormBackward>(std::forward<Args>(args)...);
-#else
-  return std::shared_ptr<RowNormBackward>(new RowNormBackward(std::forward<Args>(args)...),
-                                          torch::autograd::deleteNode);
-#endif
+auto node_of(const Norm& norm, const ForwardInputs& in) {
+  return make_node(BackwardConstants(norm, in, std::nullopt), in.normalized_shape, in.input,
+                   in.weight, torch::autograd::collect_next_edges(in.input, in.weight, in.bias));
 }
-
-template <class... Tensors>
-bool any_tangent(const Tensors&... tensors) {
-  return (torch::autograd::isFwGradDefined(tensors) || ...);
+auto node_of(const Norm& norm, const AddInputs& in) {
+  const Add add{in.alpha, in.input.scalar_type(), in.residual.scalar_type()};
+  return make_node(BackwardConstants(norm, in.of(in.residual), add), in.normalized_shape, Tensor(),
+                   in.weight,
+                   torch::autograd::collect_next_edges(in.input, in.residual, in.weight, in.bias));
 }
 
 struct AutogradBackend {
@@ -272,7 +169,7 @@ struct AutogradBackend {
       return CompositeBackend::forward(keys, norm, in, out_dtype);
     }
     const bool requires_grad = torch::autograd::compute_requires_grad(in.input, in.weight, in.bias);
-    const auto node = requires_grad ? make_node(norm, in) : decltype(make_node(norm, in))();
+    const auto node = requires_grad ? node_of(norm, in) : decltype(node_of(norm, in))();
     ThreeTensors result = [&] {
       at::AutoDispatchBelowADInplaceOrView guard;
       return dispatch_forward(norm, in, out_dtype, below(keys));
@@ -311,7 +208,7 @@ struct AutogradBackend {
     }
     const bool requires_grad =
         torch::autograd::compute_requires_grad(in.input, in.residual, in.weight, in.bias);
-    const auto node = requires_grad ? make_node(norm, in) : decltype(make_node(norm, in))();
+    const auto node = requires_grad ? node_of(norm, in) : decltype(node_of(norm, in))();
     FourTensors result = [&] {
       at::AutoDispatchBelowADInplaceOrView guard;
       return dispatch_add_forward(norm, in, out_dtype, below(keys));

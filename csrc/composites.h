@@ -9,10 +9,6 @@
 
 namespace fusednorm {
 
-inline bool present(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->defined();
-}
-
 /// They compute in fp64: their speed matters little, and a large mean or an extreme row, for which
 /// the kernels take care in fp32, then needs none.
 constexpr at::ScalarType kComposite = at::kDouble;

@@ -56,6 +56,13 @@ FUSEDNORM_API at::Tensor rms_norm(const at::Tensor& input, at::IntArrayRef norma
                                   std::optional<double> eps = {},
                                   const RmsNormOptions& options = {});
 
+/// GroupNorm (Wu and He 2018): LayerNorm of the channels of one group at all positions, over each
+/// sample of the input [N, C, *]; weight and bias of shape [C]. As torch::group_norm, whose memory
+/// format (channels last) it keeps.
+FUSEDNORM_API at::Tensor group_norm(const at::Tensor& input, int64_t num_groups,
+                                    const std::optional<at::Tensor>& weight = {},
+                                    const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
+
 /// layer_norm together with what backward needs: (output, mean, rstd); mean and rstd have the
 /// leading dimensions' shape, are fp32 (fp64 for fp64) and carry no gradient. out_dtype: the
 /// input's, or fp32 for 16-bit inputs.

@@ -1,7 +1,6 @@
 // Schemas, typed calls into the dispatcher, the public C++ functions, and the Meta key.
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include "add_ops.h"
+#include "dispatch.h"
 #include "fusednorm.h"
 #include "meta.h"
 
@@ -83,20 +82,8 @@ TORCH_LIBRARY(fusednorm, m) {
 namespace fusednorm {
 namespace {
 
-/// An operator's handle, of the signature that Operators gives it.
-template <class Result, class... Args>
-c10::TypedOperatorHandle<Result(Args...)> find(const char* name,
-                                               Result (*)(c10::DispatchKeySet, Args...)) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Result(Args...)>();
-}
 using Schema = Operators<MetaBackend>;
 using AddSchema = AddOperators<MetaBackend>;
-
-template <class Handle, class... Args>
-auto call(const Handle& handle, const Keys& keys, Args&&... args) {
-  return keys ? handle.redispatch(*keys, std::forward<Args>(args)...)
-              : handle.call(std::forward<Args>(args)...);
-}
 
 }  // namespace
 

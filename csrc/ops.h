@@ -20,6 +20,10 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 
+inline bool present(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
 /// What is normalized how: an operator's arguments apart from its tensors.
 struct Norm {
   const char* op;  // as error messages name it

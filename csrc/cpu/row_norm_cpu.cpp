@@ -1,12 +1,6 @@
 // The CPU key: from tensors to rows, dtype dispatch, threads over rows.
-#include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
@@ -17,63 +11,11 @@
 #include "../fusednorm.h"
 #include "../tensor_rows.h"
 #include "../two_steps.h"
+#include "host.h"
 #include "kernels/row_kernels.h"
 
 namespace fusednorm {
 namespace {
-
-const cpu::KernelTable& kernels() {
-  static const cpu::KernelTable& table = cpu::kernel_table(at::get_cpu_capability().c_str());
-  return table;
-}
-
-// Fresh memory of many MiB is mapped page by page as it is first written, which takes longer than
-// the norm itself (8192 x 4096 fp32: 61 ms, with huge pages 15). Where the system gives huge pages
-// on request, ask.
-constexpr size_t kHugeBytes = 4 << 20;
-
-Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
-  Tensor tensor(at::detail::empty_cpu(sizes, dtype));
-#if defined(__linux__)
-  if (tensor.nbytes() >= kHugeBytes) {
-    constexpr uintptr_t kPage = 4096;
-    const auto begin =
-        (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + (kPage - 1)) & ~(kPage - 1);
-    const auto end =
-        (reinterpret_cast<uintptr_t>(tensor.data_ptr()) + tensor.nbytes()) & ~(kPage - 1);
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a wish: may be refused
-  }
-#endif
-  return tensor;
-}
-
-/// A weight or bias as the kernels of `dtype` take it, `offset` added: itself where nothing
-/// changes.
-struct Affine {
-  Tensor holder;
-  const void* data = nullptr;
-
-  Affine(const OptionalTensor& parameter, double offset, at::ScalarType dtype) {
-    if (!parameter.has_value() || !parameter->defined()) return;
-    holder = parameter->contiguous();
-    const DType kernel_dtype = dtype_of(dtype);
-    const auto acc_dtype = accumulation_dtype(dtype);
-    const int i = static_cast<int>(kernel_dtype);
-    if (holder.scalar_type() != acc_dtype || offset != 0 || kernels().parameter_step[i] != 1) {
-      const Tensor source = holder;
-      holder = empty({kernels().parameter_size(kernel_dtype, source.numel())}, acc_dtype);
-      kernels().convert[i](dtype_of(source.scalar_type()), source.const_data_ptr(), offset,
-                           holder.data_ptr(), source.numel());
-    }
-    data = holder.const_data_ptr();
-  }
-
-  void fill_with_ones(int64_t cols, at::ScalarType dtype) {
-    holder = at::ones({kernels().parameter_size(dtype_of(dtype), cols)},
-                      at::TensorOptions().dtype(accumulation_dtype(dtype)));
-    data = holder.const_data_ptr();
-  }
-};
 
 /// Whether the tensors that are in use around a call, so many of `bytes` each, are likely to be
 /// more than a core's last-level cache holds beside others' data. A constant: what the system
@@ -107,7 +49,7 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   const Rows rows(in.input.scalar_type() == dtype ? in.input : in.input.to(dtype), sizes);
   Affine weight(in.weight, norm.weight_offset, dtype);
   const Affine bias(in.bias, 0, dtype);
-  if (bias.data != nullptr && weight.data == nullptr) weight.fill_with_ones(sizes.cols, dtype);
+  if (bias.data != nullptr && weight.data == nullptr) weight.fill_with(1, sizes.cols, dtype);
 
   cpu::ForwardArgs args;
   args.input = rows.layout;
@@ -260,7 +202,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   const Tensor mean = in.mean.defined() ? in.mean.contiguous() : Tensor();
   const Tensor rstd = in.rstd.contiguous();
   Affine weight(in.weight, norm.weight_offset, dtype);
-  if (weight.data == nullptr) weight.fill_with_ones(sizes.cols, dtype);
+  if (weight.data == nullptr) weight.fill_with(1, sizes.cols, dtype);
 
   const auto shape = C10_AS_INTARRAYREF_SLOW(in.normalized_shape);
   BackwardCall call;
@@ -384,7 +326,7 @@ void Cpu::add_forward_rows(const Norm& norm, const AddInputs& in, const Tensor& 
   Affine weight(in.weight, norm.weight_offset, parameter_dtype);
   const Affine bias(in.bias, 0, parameter_dtype);
   if (bias.data != nullptr && weight.data == nullptr) {
-    weight.fill_with_ones(sizes.cols, parameter_dtype);
+    weight.fill_with(1, sizes.cols, parameter_dtype);
   }
   add.residual = residual.layout;
   add.residual_out = residual_out.data_ptr();
@@ -425,7 +367,7 @@ FourTensors Cpu::add_backward_rows(const Norm& norm, const AddBackwardInputs& in
   const Tensor rstd = in.rstd.contiguous();
   const auto parameter_dtype = pair < kNumDTypes ? dtype : at::kFloat;
   Affine weight(in.weight, norm.weight_offset, parameter_dtype);
-  if (weight.data == nullptr) weight.fill_with_ones(sizes.cols, parameter_dtype);
+  if (weight.data == nullptr) weight.fill_with(1, sizes.cols, parameter_dtype);
 
   const auto shape = C10_AS_INTARRAYREF_SLOW(in.normalized_shape);
   const BackwardInputs of_norm = in.of_norm();

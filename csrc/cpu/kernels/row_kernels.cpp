@@ -23,6 +23,9 @@ namespace {
 #include "backward.h"
 #include "parameters.h"
 #include "residual.h"
+#include "stream.h"
+#include "group_rows.h"
+#include "group_channels_last.h"
 // clang-format on
 
 }  // namespace
@@ -61,6 +64,9 @@ const KernelTable kTable = {
     {reduce<double>, reduce<float>, reduce<paired_bfloat16>, reduce<float16>},
     add_rows,
     split_rows,
+    {{group_forward<double>, group_forward<float>, group_forward<bfloat16>, group_forward<float16>},
+     {group_backward<double>, group_backward<float>, group_backward<bfloat16>,
+      group_backward<float16>}},
     FN_EACH_ADD_PAIR(add_forward, LayerNormStatistics),
     FN_EACH_ADD_PAIR(add_forward, RmsNormStatistics),
     FN_EACH_ADD_PAIR(add_backward, LayerNormStatistics),

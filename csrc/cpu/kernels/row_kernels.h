@@ -8,6 +8,7 @@
 
 #include "../../row_norm.h"
 #include "../../rows.h"
+#include "group_kernels.h"
 
 namespace fusednorm::cpu {
 
@@ -129,6 +130,7 @@ struct KernelTable {
   ReduceKernel reduce[kNumDTypes];
   AddKernel add;
   SplitKernel split;
+  GroupKernelTable group_norm;
   ForwardKernel add_layer_norm_forward[kNumAddPairs];
   ForwardKernel add_rms_norm_forward[kNumAddPairs];
   BackwardKernel add_layer_norm_backward[kNumAddPairs];
