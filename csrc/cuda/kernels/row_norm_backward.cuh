@@ -10,6 +10,13 @@ namespace fusednorm::cuda {
 /// warps' sums in memory, and a second one applies them.
 enum class Phase { kWhole, kSums, kApply };
 
+/// Where the gradient of a row goes: add_residual.cuh has another one.
+template <class T>
+struct GradInputStore {
+  using Args = BackwardArgs;
+  using grad_t = T;  // of grad_input
+};
+
 /// What grad_input and grad_weight need to know of a row.
 template <class acc_t>
 struct BackwardRow {
@@ -109,9 +116,12 @@ __device__ __forceinline__ void store_partial(acc_t (&v)[kUnits][kColumns], cons
   __syncthreads();  // the memory is used again
 }
 
-template <class Statistics, class T, class G, int kUnits, Phase kPhase>
-__global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const BackwardArgs args) {
+template <class Statistics, class T, class G, int kUnits, Phase kPhase, class Store>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    row_norm_backward(const typename Store::Args args) {
   using acc_t = acc_of<T>;
+  using grad_t = typename Store::grad_t;
+  constexpr bool kSplits = std::is_same_v<typename Store::Args, AddBackwardArgs>;
   constexpr int kWidest = sizeof(T) > sizeof(G) ? sizeof(T) : sizeof(G);
   constexpr int kColumns = kBackwardUnitBytes / kWidest;
   constexpr int kX = kColumns * sizeof(T), kG = kColumns * sizeof(G);  // bytes of a unit
@@ -214,6 +224,26 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
   acc_t next_mean = statistic(args.mean, row_index), next_rstd = statistic(args.rstd, row_index);
   int stage = 0, next_stage = args.stages - 1;
 
+  // A row of grad_residual_out is on its way while the one before is worked on, unit by unit in the
+  // registers that are free by then. (A ring of three tensors would not fit into 99 KB.)
+  Chunk<kX> other[kSplits ? kUnits : 1];
+  const auto fetch_other = [&](int64_t row, int k) {
+    if constexpr (kSplits) {
+      other[k] = {};
+      const int col = column(k), left = cols - col;
+      if (args.grad_residual_out.data == nullptr || row >= args.rows || left <= 0) return;
+      const char* const p = static_cast<const char*>(args.grad_residual_out.data) +
+                            (row_offset(args.grad_residual_out, row) + col) * int{sizeof(T)};
+      other[k] = args.grad_residual_out_source.exact
+                     ? load_global<kX>(p)
+                     : load_unit<sizeof(T), kX>(p, left, args.grad_residual_out_source);
+    }
+  };
+  if constexpr (kSplits) {
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) fetch_other(row_index, k);
+  }
+
   // The block's slots take equally many steps: the warps stay together.
   for (; row_index - group.slot < args.rows; row_index += row_step) {
     const bool active = row_index < args.rows;
@@ -312,11 +342,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
                        row.exponent == 0 ? args.params : scaled(args.params, row.exponent));
 
     // Apply.
-    char* const output = static_cast<char*>(args.grad_input) +
-                         (active ? row_index : 0) * args.cols * static_cast<int>(sizeof(T));
+    const int64_t first = (active ? row_index : 0) * args.cols;
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
-      Chunk<kX> unit = {};
+      Chunk<kColumns * sizeof(grad_t)> unit = {};
+      Chunk<kX> residual_unit = {};
       const int left = row_cols - column(k);
       if (left > 0) {
         acc_t x[kColumns], g[kColumns];
@@ -342,14 +372,32 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) g[j] = std::ldexp(g[j], -row.exponent);
         }
-        unit = pack<T, kColumns>(g);
+        if constexpr (kSplits) {
+          acc_t more[kColumns];
+          unpack<T, kColumns>(other[k], more);
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) g[j] += more[j];
+        }
+        unit = pack<grad_t, kColumns>(g);
+        if constexpr (kSplits) {
+          const acc_t alpha = static_cast<acc_t>(args.alpha);
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) g[j] *= alpha;
+          residual_unit = pack<T, kColumns>(g);
+        }
       }
-      if (args.grad_input == nullptr) continue;
-      char* const p = output + static_cast<int64_t>(column(k)) * static_cast<int>(sizeof(T));
-      if (args.grad_input_exact) {
-        if (left > 0) store_global<kX>(p, unit);
-      } else {
-        store_shifted<sizeof(T)>(p, unit, left, group.lane, group.width);
+      if constexpr (kSplits) fetch_other(row_index + row_step, k);
+      const int64_t at = first + column(k);
+      if (args.grad_input != nullptr) {
+        store_unit<sizeof(grad_t)>(static_cast<char*>(args.grad_input) + at * int{sizeof(grad_t)},
+                                   unit, left, args.grad_input_exact, group.lane, group.width);
+      }
+      if constexpr (kSplits) {
+        if (args.grad_residual != nullptr) {
+          store_unit<sizeof(T)>(static_cast<char*>(args.grad_residual) + at * int{sizeof(T)},
+                                residual_unit, left, args.grad_residual_exact, group.lane,
+                                group.width);
+        }
       }
     }
   }
