@@ -427,7 +427,7 @@ def describe(kernel: Kernel) -> Kernel:
         kernel.dtype, kernel.other = _NAMES[arguments[1]], _NAMES[arguments[2]]
         if kernel.family == "backward":
             kernel.unit_bytes, kernel.units, kernel.phase = 16, int(arguments[3]), _PHASES[arguments[4]]
-            kernel.adds = arguments[5] == "SplitStore"
+            kernel.adds = "SplitStore" in arguments
         elif arguments[4].startswith("Add"):
             kernel.adds, kernel.unit_bytes = True, int(arguments[3])
             kernel.residence = "registers" if arguments[4] == "AddRegisterRow" else "loops"

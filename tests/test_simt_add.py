@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fusednorm
 from conftest import NormUnderTest
 from reference import DTYPES, HALVES, residual_sum
 from test_add_norm import FP32, add_norm, check_gradients, check_values, gradients, problem, same
@@ -47,7 +46,7 @@ def each_kind(longest: int) -> pytest.MarkDecorator:
 
 
 def in_place(norm: NormUnderTest, x: Tensor, residual: Tensor, *parameters: Tensor, **kw: float) -> Tensor:
-    function = getattr(fusednorm.functional, f"add_{norm.name}_")
+    function = getattr(torch.ops.fusednorm, f"add_{norm.name}_")
     return function(x, residual, x.shape[-1:], *parameters[: 2 if norm.has_bias else 1], norm.eps, **kw)
 
 

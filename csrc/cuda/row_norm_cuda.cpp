@@ -380,19 +380,20 @@ void Cuda::add_forward_rows(const Norm& norm, const AddInputs& in, const Tensor&
   const auto plan = cuda::forward_plan(sizes.cols, held_dtype, in_dtype, architecture);
   check_plan(norm, in.input, plan.shared_bytes, architecture);
 
+  const Rows residual = rows_of(in.residual, sizes), addend = rows_of(in.input, sizes);
+  const cuda::Source addend_source = source_of(addend, plan.columns, sizes);
   // In place a thread may write only what no other one reads: whole chunks, and rows without gaps.
   // Any other residual gets its sum by a copy.
-  const bool direct =
-      !residual_out.is_same(in.residual) ||
-      (residual_out.is_contiguous() && rows_are_exact(residual_out, plan.columns, sizes));
+  const bool direct = !residual_out.is_same(in.residual) ||
+                      (residual_out.is_contiguous() &&
+                       rows_are_exact(residual_out, plan.columns, sizes) && addend_source.exact);
   const Tensor sum = direct ? residual_out : empty(in.input.sizes(), residual_dtype, in.input);
-  const Rows residual = rows_of(in.residual, sizes), addend = rows_of(in.input, sizes);
   const Affine weight(in.weight, acc_dtype), bias(in.bias, acc_dtype);
   AddForwardArgs args = {};
   set_common(norm, sizes, plan, weight, acc_dtype, &args);
   set_forward(norm, sizes, plan, residual, bias, output, mean, rstd, &args);
   args.addend = addend.layout;
-  args.addend_source = source_of(addend, plan.columns, sizes);
+  args.addend_source = addend_source;
   args.residual_out = writable(sum);
   args.residual_out_exact = rows_are_exact(sum, plan.columns, sizes);
   args.alpha = in.alpha;

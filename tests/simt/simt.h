@@ -79,6 +79,8 @@ Chunk<kBytes> load_own(const void* p, Location at = Location::current()) {
   return c;
 }
 
+inline void prefetch(const void*) {}
+
 template <int kBytes>
 void store_global(void* p, const Chunk<kBytes>& c, Location at = Location::current()) {
   simt::check_store(p, kBytes, at);

@@ -21,6 +21,11 @@ FN_HOST_DEVICE Chunk<kColumns * sizeof(T)> residual_sum(const Chunk<kColumns * s
   return pack<T, kColumns>(r);
 }
 
+/// Whether all three tensors are read and written in whole, aligned chunks.
+FN_HOST_DEVICE bool sums_are_exact(const AddForwardArgs& args) {
+  return args.source.exact && args.addend_source.exact && args.residual_out_exact;
+}
+
 template <class T>
 __device__ __forceinline__ Source source_of_row(Source source, const RowLayout& layout,
                                                 int64_t row) {
@@ -29,50 +34,65 @@ __device__ __forceinline__ Source source_of_row(Source source, const RowLayout& 
   return source;
 }
 
-/// A sum in registers, stored before its statistics are taken.
+/// A sum in registers, stored before its statistics are taken. With 128 bytes a thread only where
+/// all rows are exact: beside the way for other rows that kernel spilled; they take AddLoopRow.
 template <class T, class X, int kColumns_, int kUnits>
 struct AddRegisterRow : RegisterRow<T, kColumns_, kUnits> {
   using Args = AddForwardArgs;
-  using Residual = RegisterRow<T, kColumns_, kUnits>;
-  static constexpr int kColumns = kColumns_;
+  static constexpr int kColumns = kColumns_, kElement = sizeof(T);
+  static constexpr int kBytes = kColumns * kElement, kAddend = kColumns * sizeof(X);
+  static constexpr int kMostBytes = 128;
 
   __device__ __forceinline__ void fetch(const Args& args, int64_t row, int row_cols,
                                         const Group& group) {
-    RegisterRow<X, kColumns, kUnits> x;
-    x.fetch(source_of_row<X>(args.addend_source, args.addend, row), row_cols, group, 0, nullptr);
     const Source residual = source_of_row<T>(args.source, args.input, row);
-    if (residual.exact) {
-      this->cols = row_cols, this->first = x.first, this->stride = x.stride;
-      const char* const p = residual.data + static_cast<int64_t>(x.first) * kElement;
+    const Source addend = source_of_row<X>(args.addend_source, args.addend, row);
+    const auto alpha = static_cast<acc_of<T>>(args.alpha);
+    const int first = group.thread * kColumns, stride = group.threads * kColumns;
+    this->cols = row_cols, this->first = first, this->stride = stride;
+    const char* const r = residual.data + static_cast<int64_t>(first) * kElement;
+    const char* const x = addend.data + static_cast<int64_t>(first) * int{sizeof(X)};
+    char* const out = static_cast<char*>(args.residual_out) + (row * args.cols + first) * kElement;
+    if (kBytes * kUnits == kMostBytes || sums_are_exact(args)) {
+      Chunk<kAddend> added[kUnits];
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
-        this->raw[k] = {};
-        if (this->column(k) < row_cols) {
-          this->raw[k] = load_own<Residual::kBytes>(p + k * x.stride * kElement);
+        this->raw[k] = {}, added[k] = {};
+        if (first + k * stride < row_cols) {
+          this->raw[k] = load_own<kBytes>(r + k * stride * kElement);
+          added[k] = load_global<kAddend>(x + k * stride * int{sizeof(X)});
         }
       }
-    } else {
-      Residual::fetch(residual, row_cols, group, 0, nullptr);
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) {
+        this->raw[k] = residual_sum<T, X, kColumns>(this->raw[k], added[k], alpha);
+        if (first + k * stride < row_cols) {
+          store_global<kBytes>(out + k * stride * kElement, this->raw[k]);
+        }
+      }
+      return;
     }
-    const auto alpha = static_cast<acc_of<T>>(args.alpha);
-    char* const out = static_cast<char*>(args.residual_out) + row * args.cols * kElement;
+    // Unit by unit: with the chunks that cover them all on their way, kernels spilled.
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
-      const int col = this->column(k);
-      this->raw[k] = residual_sum<T, X, kColumns>(this->raw[k], x.raw[k], alpha);
-      store_unit<kElement>(out + static_cast<int64_t>(col) * kElement, this->raw[k], row_cols - col,
-                           args.residual_out_exact, group.lane, group.width);
+      const int left = row_cols - first - k * stride;
+      this->raw[k] = {};
+      if (left > 0) {
+        this->raw[k] = residual_sum<T, X, kColumns>(
+            load_unit<kElement, kBytes>(r + k * stride * kElement, left, residual),
+            load_unit<sizeof(X), kAddend>(x + k * stride * int{sizeof(X)}, left, addend), alpha);
+      }
+      store_unit<kElement>(out + k * stride * kElement, this->raw[k], left, args.residual_out_exact,
+                           group.lane, group.width);
     }
   }
 
   __device__ __forceinline__ void last_pass() {}
-
- private:
-  static constexpr int kElement = sizeof(T);
 };
 
-/// A sum too long for registers: taken again in each pass, and stored in the last one, when nobody
-/// reads the residual any more. (Such a row has over 64 KB, on sm_90 over 1 MB.)
+/// A sum too long for registers (over 64 KB, on sm_90 over 1 MB), or that AddRegisterRow leaves:
+/// taken again in each pass, and stored in the last one, when nobody reads the residual any more.
+/// The same thread has the same columns in the same order as in any other kernel: the same bits.
 template <class T, class X, int kColumns_>
 struct AddLoopRow {
   using Args = AddForwardArgs;

@@ -101,6 +101,11 @@ __device__ __forceinline__ Chunk<kBytes> load_own(const void* p) {
   return c;
 }
 
+/// Asks for the line at `p` to be in L2 by the time it is read.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 template <int kBytes>
 __device__ __forceinline__ void store_global(void* p, const Chunk<kBytes>& c) {
   if constexpr (kBytes == 2) {

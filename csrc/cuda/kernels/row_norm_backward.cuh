@@ -197,6 +197,15 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     return static_cast<const char*>(args.grad_output.data) +
            row_offset(args.grad_output, row) * static_cast<int>(sizeof(G));
   };
+  // grad_residual_out is read where it is added: a ring of three tensors would not fit into 99 KB,
+  // and a row held ahead made kernels spill. It is brought as far as L2 ahead.
+  const auto more_of = [&](int64_t row, int col) -> const char* {
+    if constexpr (kSplits) {
+      return static_cast<const char*>(args.grad_residual_out.data) +
+             (row_offset(args.grad_residual_out, row) + col) * int{sizeof(T)};
+    }
+    return nullptr;
+  };
   const auto fetch = [&](int64_t row, int stage) {
     if (row < args.rows) {
       const char *const x = input_of(row), *const g = grad_output_of(row);
@@ -209,6 +218,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         copy_unit<sizeof(G), kG>(grad_place(stage, k), group.lane, group.width,
                                  g + static_cast<int64_t>(col) * static_cast<int>(sizeof(G)), left,
                                  args.grad_output_source);
+        if constexpr (kSplits) {
+          if (args.grad_residual_out.data != nullptr && left > 0) prefetch(more_of(row, col));
+        }
       }
     }
     commit_copies();
@@ -223,26 +235,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   for (int s = 0; s + 1 < args.stages; ++s) fetch(row_index + s * row_step, s);
   acc_t next_mean = statistic(args.mean, row_index), next_rstd = statistic(args.rstd, row_index);
   int stage = 0, next_stage = args.stages - 1;
-
-  // A row of grad_residual_out is on its way while the one before is worked on, unit by unit in the
-  // registers that are free by then. (A ring of three tensors would not fit into 99 KB.)
-  Chunk<kX> other[kSplits ? kUnits : 1];
-  const auto fetch_other = [&](int64_t row, int k) {
-    if constexpr (kSplits) {
-      other[k] = {};
-      const int col = column(k), left = cols - col;
-      if (args.grad_residual_out.data == nullptr || row >= args.rows || left <= 0) return;
-      const char* const p = static_cast<const char*>(args.grad_residual_out.data) +
-                            (row_offset(args.grad_residual_out, row) + col) * int{sizeof(T)};
-      other[k] = args.grad_residual_out_source.exact
-                     ? load_global<kX>(p)
-                     : load_unit<sizeof(T), kX>(p, left, args.grad_residual_out_source);
-    }
-  };
-  if constexpr (kSplits) {
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) fetch_other(row_index, k);
-  }
 
   // The block's slots take equally many steps: the warps stay together.
   for (; row_index - group.slot < args.rows; row_index += row_step) {
@@ -348,6 +340,15 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       Chunk<kColumns * sizeof(grad_t)> unit = {};
       Chunk<kX> residual_unit = {};
       const int left = row_cols - column(k);
+      Chunk<kX> more_raw = {};
+      if constexpr (kSplits) {
+        if (args.grad_residual_out.data != nullptr && left > 0) {
+          const char* const p = more_of(row_index, column(k));
+          more_raw = args.grad_residual_out_source.exact
+                         ? load_global<kX>(p)
+                         : load_unit<sizeof(T), kX>(p, left, args.grad_residual_out_source);
+        }
+      }
       if (left > 0) {
         acc_t x[kColumns], g[kColumns];
         forget(x_raw[k]);
@@ -374,7 +375,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
         if constexpr (kSplits) {
           acc_t more[kColumns];
-          unpack<T, kColumns>(other[k], more);
+          unpack<T, kColumns>(more_raw, more);
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) g[j] += more[j];
         }
@@ -386,7 +387,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           residual_unit = pack<T, kColumns>(g);
         }
       }
-      if constexpr (kSplits) fetch_other(row_index + row_step, k);
       const int64_t at = first + column(k);
       if (args.grad_input != nullptr) {
         store_unit<sizeof(grad_t)>(static_cast<char*>(args.grad_input) + at * int{sizeof(grad_t)},

@@ -57,21 +57,29 @@ struct Rows<AddForwardArgs, T, Out, kColumns> {
 template <class T, class Out, int kUnitBytes>
 constexpr int kColumnsOf = kUnitBytes / (sizeof(T) > sizeof(Out) ? sizeof(T) : sizeof(Out));
 
-template <class Statistics, class T, class Out, int kUnitBytes, int kUnits, class Args>
-LaunchResult forward_in_registers(const Args& args, const LaunchShape& shape, CUstream_st* stream) {
-  using Row =
-      typename Rows<Args, T, Out, kColumnsOf<T, Out, kUnitBytes>>::template Registers<kUnits>;
-  constexpr int kHeld = kUnits * kUnitBytes;
-  return launch(row_norm_forward<Statistics, T, Out, kUnitBytes, Row, forward_max_threads(kHeld),
-                                 forward_min_blocks(kHeld, sizeof(acc_of<T>))>,
-                args, shape, stream);
-}
-
 template <class Statistics, class T, class Out, int kUnitBytes, bool kShared, class Args>
 LaunchResult forward_in_loops(const Args& args, const LaunchShape& shape, CUstream_st* stream) {
   using Row = typename Rows<Args, T, Out, kColumnsOf<T, Out, kUnitBytes>>::template Loops<kShared>;
   return launch(row_norm_forward<Statistics, T, Out, kUnitBytes, Row, kLoopThreads, 1>, args, shape,
                 stream);
+}
+
+template <class Statistics, class T, class Out, int kUnitBytes, int kUnits, class Args>
+LaunchResult forward_in_registers(const Args& args, const LaunchShape& shape, CUstream_st* stream) {
+  using Row =
+      typename Rows<Args, T, Out, kColumnsOf<T, Out, kUnitBytes>>::template Registers<kUnits>;
+  constexpr int kHeld = kUnits * kUnitBytes;
+  constexpr bool kAdds = std::is_same_v<Args, AddForwardArgs>;
+  constexpr int kBlocks = kAdds ? add_forward_min_blocks(kHeld, sizeof(acc_of<T>))
+                                : forward_min_blocks(kHeld, sizeof(acc_of<T>));
+  if constexpr (kAdds && kHeld == 128) {
+    if (!sums_are_exact(args)) {
+      return forward_in_loops<Statistics, T, Out, kUnitBytes, false>(args, shape, stream);
+    }
+  }
+  return launch(
+      row_norm_forward<Statistics, T, Out, kUnitBytes, Row, forward_max_threads(kHeld), kBlocks>,
+      args, shape, stream);
 }
 
 template <class Statistics, class T, class Out, int kUnitBytes, class Args>
