@@ -1,7 +1,9 @@
 // The CUDA key, compiled by the host compiler: dtype dispatch, device guard, stream, allocation.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/bitwise_or.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <bit>
@@ -292,24 +294,36 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
 
 // ---- The residual add, as steps of its own ----
 
-// For pairs of dtypes without a fused kernel, in ATen's arithmetic, with copies in the wider
-// accumulation type. ATen's add leaves the fused multiply-add to the compiler, so with alpha != 1
-// the sum may differ by an ulp of the accumulation type from the definition; and from fp64 to 16
-// bits it is rounded twice.
+// For pairs of dtypes without a fused kernel (fp64 beside another, a 16-bit residual under another
+// input), in ATen's arithmetic, with copies in the wider accumulation type. ATen's add leaves the
+// fused multiply-add to the compiler: with alpha != 1 the sum may differ by an ulp of that type.
+
+/// Rounds once: ATen goes from fp64 to 16 bits by fp32. There an inexact value takes the odd one of
+/// its two neighbours, from which the second rounding is that of the value itself.
+void store(const Tensor& wide, const Tensor& target) {
+  if (wide.scalar_type() != at::kDouble || target.element_size() != 2) {
+    target.copy_(wide);
+    return;
+  }
+  const Tensor nearest = wide.to(at::kFloat), back = nearest.to(at::kDouble);
+  const Tensor bits = nearest.view(at::kInt);
+  const Tensor towards_zero = bits - (back.abs() > wide.abs()).to(at::kInt);
+  target.copy_(at::where(back == wide, bits, at::bitwise_or(towards_zero, 1)).view(at::kFloat));
+}
 
 void add(const AddInputs& in, const Tensor& residual_out) {
   const bool wide =
       in.input.scalar_type() == at::kDouble || in.residual.scalar_type() == at::kDouble;
   const auto acc_dtype = wide ? at::kDouble : at::kFloat;
-  residual_out.copy_(at::add(in.input.to(acc_dtype), in.residual.to(acc_dtype), in.alpha));
+  store(at::add(in.input.to(acc_dtype), in.residual.to(acc_dtype), in.alpha), residual_out);
 }
 
 void split(const Tensor& gradient, size_t, const OptionalTensor& grad_residual_out, double alpha,
            const Tensor& grad_input, const Tensor& grad_residual) {
   const bool adds = grad_residual_out.has_value() && grad_residual_out->defined();
   const Tensor sum = adds ? gradient + *grad_residual_out : gradient;
-  if (grad_input.defined()) grad_input.copy_(sum);
-  if (grad_residual.defined()) grad_residual.copy_(alpha == 1 ? sum : sum * alpha);
+  if (grad_input.defined()) store(sum, grad_input);
+  if (grad_residual.defined()) store(alpha == 1 ? sum : sum * alpha, grad_residual);
 }
 
 /// The kernel writes grad_input in the input's dtype, so the input is widened; but for the x_hat
