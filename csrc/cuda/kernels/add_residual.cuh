@@ -53,37 +53,40 @@ struct AddRegisterRow : RegisterRow<T, kColumns_, kUnits> {
     const char* const r = residual.data + static_cast<int64_t>(first) * kElement;
     const char* const x = addend.data + static_cast<int64_t>(first) * int{sizeof(X)};
     char* const out = static_cast<char*>(args.residual_out) + (row * args.cols + first) * kElement;
-    if (kBytes * kUnits == kMostBytes || sums_are_exact(args)) {
-      Chunk<kAddend> added[kUnits];
+    if constexpr (kBytes * kUnits < kMostBytes) {
+      if (!sums_are_exact(args)) {
+        // Unit by unit: with the chunks that cover them all on their way, kernels spilled.
 #pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        this->raw[k] = {}, added[k] = {};
-        if (first + k * stride < row_cols) {
-          this->raw[k] = load_own<kBytes>(r + k * stride * kElement);
-          added[k] = load_global<kAddend>(x + k * stride * int{sizeof(X)});
+        for (int k = 0; k < kUnits; ++k) {
+          const int left = row_cols - first - k * stride;
+          this->raw[k] = {};
+          if (left > 0) {
+            this->raw[k] = residual_sum<T, X, kColumns>(
+                load_unit<kElement, kBytes>(r + k * stride * kElement, left, residual),
+                load_unit<sizeof(X), kAddend>(x + k * stride * int{sizeof(X)}, left, addend),
+                alpha);
+          }
+          store_unit<kElement>(out + k * stride * kElement, this->raw[k], left,
+                               args.residual_out_exact, group.lane, group.width);
         }
+        return;
       }
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        this->raw[k] = residual_sum<T, X, kColumns>(this->raw[k], added[k], alpha);
-        if (first + k * stride < row_cols) {
-          store_global<kBytes>(out + k * stride * kElement, this->raw[k]);
-        }
-      }
-      return;
     }
-    // Unit by unit: with the chunks that cover them all on their way, kernels spilled.
+    Chunk<kAddend> added[kUnits];
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
-      const int left = row_cols - first - k * stride;
-      this->raw[k] = {};
-      if (left > 0) {
-        this->raw[k] = residual_sum<T, X, kColumns>(
-            load_unit<kElement, kBytes>(r + k * stride * kElement, left, residual),
-            load_unit<sizeof(X), kAddend>(x + k * stride * int{sizeof(X)}, left, addend), alpha);
+      this->raw[k] = {}, added[k] = {};
+      if (first + k * stride < row_cols) {
+        this->raw[k] = load_own<kBytes>(r + k * stride * kElement);
+        added[k] = load_global<kAddend>(x + k * stride * int{sizeof(X)});
       }
-      store_unit<kElement>(out + k * stride * kElement, this->raw[k], left, args.residual_out_exact,
-                           group.lane, group.width);
+    }
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      this->raw[k] = residual_sum<T, X, kColumns>(this->raw[k], added[k], alpha);
+      if (first + k * stride < row_cols) {
+        store_global<kBytes>(out + k * stride * kElement, this->raw[k]);
+      }
     }
   }
 
