@@ -117,8 +117,9 @@ class Kernel:
     norm: str = ""
     dtype: str = ""
     other: str = ""  # dtype of the output or of grad_output
+    adds: bool = False  # the fused residual add: dtype is the residual's, other also the input's
     unit_bytes: int = 0
-    residence: str = ""  # forward: registers, shared memory, streaming
+    residence: str = ""  # forward: registers, shared memory, streaming; of sums: registers, loops
     units: int = 0  # of a thread; 0: a loop
     phase: str = ""  # backward: whole, sums, apply
 
@@ -131,7 +132,8 @@ class Kernel:
         how = self.residence or self.phase
         units = f" x{self.units}" if self.units else ""
         unit = f" ({self.unit_bytes}-byte units)" if self.unit_bytes not in (0, 16) else ""
-        return " ".join(filter(None, (self.family, self.norm, dtypes, how))) + units + unit
+        add = "add" if self.adds else ""
+        return " ".join(filter(None, (add, self.family, self.norm, dtypes, how))) + units + unit
 
     @functools.cached_property
     def opcodes(self) -> Counter[str]:
@@ -413,7 +415,7 @@ def architectures(library: Path) -> list[int]:
 def describe(kernel: Kernel) -> Kernel:
     """Fills in what the name says."""
     text = re.sub(r"\(fusednorm::cuda::Phase\)|fusednorm::(cuda::)?", "", kernel.signature)
-    match = re.match(r"void (\w+)<(.*)>\(\w+\)", text)
+    match = re.match(r"void (\w+)<(.*)>\(.*\)$", text)
     if not match:
         return kernel
     arguments = [a.strip() for a in re.split(r"[,<>]", match[2]) if a.strip()]
@@ -425,6 +427,11 @@ def describe(kernel: Kernel) -> Kernel:
         kernel.dtype, kernel.other = _NAMES[arguments[1]], _NAMES[arguments[2]]
         if kernel.family == "backward":
             kernel.unit_bytes, kernel.units, kernel.phase = 16, int(arguments[3]), _PHASES[arguments[4]]
+            kernel.adds = "SplitStore" in arguments
+        elif arguments[4].startswith("Add"):
+            kernel.adds, kernel.unit_bytes = True, int(arguments[3])
+            kernel.residence = "registers" if arguments[4] == "AddRegisterRow" else "loops"
+            kernel.units = int(arguments[8]) if kernel.residence == "registers" else 0
         else:
             kernel.unit_bytes = int(arguments[3])
             if arguments[4] == "RegisterRow":
@@ -556,7 +563,7 @@ class Code:
         self.by_plan = {
             (k.family, k.norm, k.dtype, k.other, k.residence or k.phase, k.units, k.unit_bytes): k
             for k in self.kernels
-            if k.family in ("forward", "backward")
+            if k.family in ("forward", "backward") and not k.adds
         }
 
     def entry(

@@ -1,7 +1,9 @@
 // The CUDA key, compiled by the host compiler: dtype dispatch, device guard, stream, allocation.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/bitwise_or.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <bit>
@@ -21,6 +23,8 @@
 namespace fusednorm {
 namespace {
 
+using cuda::AddBackwardArgs;
+using cuda::AddForwardArgs;
 using cuda::BackwardArgs;
 using cuda::ForwardArgs;
 using cuda::LaunchResult;
@@ -145,16 +149,35 @@ void set_common(const Norm& norm, const Sizes& sizes, const Plan& plan, const Af
 
 // ---- Forward ----
 
+/// Statistics of nothing: 0/0.
+void fill_statistics(const Tensor& mean, const Tensor& rstd) {
+  for (const Tensor& statistic : {mean, rstd}) {
+    if (statistic.defined()) statistic.fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+}
+
+/// What a forward kernel needs to know beyond set_common. `rows`: those that are held.
+void set_forward(const Norm& norm, const Sizes& sizes, const cuda::ForwardPlan& plan,
+                 const Rows& rows, const Affine& bias, const Tensor& output, const Tensor& mean,
+                 const Tensor& rstd, ForwardArgs* args) {
+  args->input = rows.layout;
+  args->source = source_of(rows, plan.columns, sizes);
+  args->output = writable(output);
+  args->output_exact = rows_are_exact(output, plan.columns, sizes);
+  args->mean = writable(mean);
+  args->rstd = writable(rstd);
+  args->bias = bias.parameter;
+  args->has_offset = norm.weight_offset != 0;
+  args->units = plan.units;
+  args->log2_threads = std::bit_width(static_cast<unsigned>(plan.threads_per_row)) - 1;
+  args->log2_cluster = std::bit_width(static_cast<unsigned>(plan.cluster)) - 1;
+}
+
 void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& output,
                   const Tensor& mean, const Tensor& rstd) {
   const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
   check_launchable(norm, in.input, sizes);
-  if (sizes.cols == 0) {  // statistics of nothing: 0/0
-    for (const Tensor& statistic : {mean, rstd}) {
-      if (statistic.defined()) statistic.fill_(std::numeric_limits<double>::quiet_NaN());
-    }
-    return;
-  }
+  if (sizes.cols == 0) return fill_statistics(mean, rstd);
   if (sizes.rows == 0) return;
   const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
   const DType in_dtype = dtype_of(in.input.scalar_type());
@@ -168,17 +191,7 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   const Affine weight(in.weight, acc_dtype), bias(in.bias, acc_dtype);
   ForwardArgs args = {};
   set_common(norm, sizes, plan, weight, acc_dtype, &args);
-  args.input = rows.layout;
-  args.source = source_of(rows, plan.columns, sizes);
-  args.output = writable(output);
-  args.output_exact = rows_are_exact(output, plan.columns, sizes);
-  args.mean = writable(mean);
-  args.rstd = writable(rstd);
-  args.bias = bias.parameter;
-  args.has_offset = norm.weight_offset != 0;
-  args.units = plan.units;
-  args.log2_threads = std::bit_width(static_cast<unsigned>(plan.threads_per_row)) - 1;
-  args.log2_cluster = std::bit_width(static_cast<unsigned>(plan.cluster)) - 1;
+  set_forward(norm, sizes, plan, rows, bias, output, mean, rstd, &args);
   check_launch(norm, with_pair(in_dtype, out_dtype, [&](auto pair) {
                  return cuda::launch_forward<pair.in, pair.other>(norm.centered, plan, args,
                                                                   cuda::current_stream());
@@ -188,22 +201,23 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
 
 // ---- Backward ----
 
-ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
+/// The gradients of weight and bias; that of the rows goes where launch(plan, sizes, args, reduce)
+/// has told the kernel, and to grad_input, if it is defined.
+template <class Args, class Launch>
+std::array<Tensor, 2> run_backward(const Norm& norm, const BackwardInputs& in,
+                                   const Tensor& grad_input, const Launch& launch) {
   const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
   check_launchable(norm, in.input, sizes);
   const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
   const int64_t acc_size = acc_dtype == at::kDouble ? 8 : 4;
   const auto shape = C10_AS_INTARRAYREF_SLOW(in.normalized_shape);
   const cuda::DeviceGuard guard(in.input);
-  Tensor grad_input, gradients[2];
-  if (in.output_mask[0]) grad_input = empty(in.input.sizes(), in.input.scalar_type(), in.input);
+  std::array<Tensor, 2> gradients;
   if (in.output_mask[1]) gradients[0] = empty(shape, checks::grad_weight_dtype(in), in.input);
   if (in.output_mask[2]) gradients[1] = empty(shape, checks::grad_bias_dtype(in), in.input);
   const int parameters = in.output_mask[1] + in.output_mask[2];
   const bool any_row = sizes.rows > 0;
-  if (sizes.cols == 0 || (parameters == 0 && !(any_row && in.output_mask[0]))) {
-    return {grad_input, gradients[0], gradients[1]};
-  }
+  if (sizes.cols == 0 || (parameters == 0 && !(any_row && in.output_mask[0]))) return gradients;
 
   const DType in_dtype = dtype_of(in.input.scalar_type());
   const DType grad_dtype = dtype_of(in.grad_output.scalar_type());
@@ -225,7 +239,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   const Tensor mean = in.mean.defined() ? in.mean.contiguous() : Tensor();
   const Tensor rstd = in.rstd.contiguous();
   const Affine weight(in.weight, acc_dtype);
-  BackwardArgs args = {};
+  Args args = {};
   cuda::ReduceArgs reduce = {};
   set_common(norm, sizes, plan, weight, acc_dtype, &args);
   if (any_row) {
@@ -257,34 +271,59 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
     reduce.dtypes[reduce.parameters] = dtype_of(gradient.scalar_type());
     reduce.gradients[reduce.parameters++] = writable(gradient);
   }
-  check_launch(norm, with_pair(in_dtype, grad_dtype, [&](auto pair) {
-                 return cuda::launch_backward<pair.in, pair.other>(norm.centered, plan, args,
-                                                                   reduce, cuda::current_stream());
-               }));
+  check_launch(norm, launch(plan, sizes, &args, reduce));
   cuda::launched();
-  return {grad_input, gradients[0], gradients[1]};
+  return gradients;
 }
 
-// ---- The residual add ----
+ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
+  const DType in_dtype = dtype_of(in.input.scalar_type());
+  const DType grad_dtype = dtype_of(in.grad_output.scalar_type());
+  Tensor grad_input;
+  if (in.output_mask[0]) grad_input = empty(in.input.sizes(), in.input.scalar_type(), in.input);
+  auto [grad_weight, grad_bias] = run_backward<BackwardArgs>(
+      norm, in, grad_input,
+      [&](const auto& plan, const Sizes&, const BackwardArgs* args, const auto& reduce) {
+        return with_pair(in_dtype, grad_dtype, [&](auto pair) {
+          return cuda::launch_backward<pair.in, pair.other>(norm.centered, plan, *args, reduce,
+                                                            cuda::current_stream());
+        });
+      });
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+}
 
-// In ATen's arithmetic for now, with copies in the wider accumulation type. What a Load policy of
-// the kernels will bring: one pass in place of up to four; a fused multiply-add that is promised
-// (ATen's add leaves it to the compiler, so with alpha != 1 the sum may differ by an ulp of the
-// accumulation type from the definition); and one rounding from fp64 to 16 bits in place of two.
+// ---- The residual add, as steps of its own ----
+
+// For pairs of dtypes without a fused kernel (fp64 beside another, a 16-bit residual under another
+// input), in ATen's arithmetic, with copies in the wider accumulation type. ATen's add leaves the
+// fused multiply-add to the compiler: with alpha != 1 the sum may differ by an ulp of that type.
+
+/// Rounds once: ATen goes from fp64 to 16 bits by fp32. There an inexact value takes the odd one of
+/// its two neighbours, from which the second rounding is that of the value itself.
+void store(const Tensor& wide, const Tensor& target) {
+  if (wide.scalar_type() != at::kDouble || target.element_size() != 2) {
+    target.copy_(wide);
+    return;
+  }
+  const Tensor nearest = wide.to(at::kFloat), back = nearest.to(at::kDouble);
+  const Tensor bits = nearest.view(at::kInt);
+  const Tensor towards_zero = bits - (back.abs() > wide.abs()).to(at::kInt);
+  target.copy_(at::where(back == wide, bits, at::bitwise_or(towards_zero, 1)).view(at::kFloat));
+}
 
 void add(const AddInputs& in, const Tensor& residual_out) {
   const bool wide =
       in.input.scalar_type() == at::kDouble || in.residual.scalar_type() == at::kDouble;
   const auto acc_dtype = wide ? at::kDouble : at::kFloat;
-  residual_out.copy_(at::add(in.input.to(acc_dtype), in.residual.to(acc_dtype), in.alpha));
+  store(at::add(in.input.to(acc_dtype), in.residual.to(acc_dtype), in.alpha), residual_out);
 }
 
 void split(const Tensor& gradient, size_t, const OptionalTensor& grad_residual_out, double alpha,
            const Tensor& grad_input, const Tensor& grad_residual) {
   const bool adds = grad_residual_out.has_value() && grad_residual_out->defined();
   const Tensor sum = adds ? gradient + *grad_residual_out : gradient;
-  if (grad_input.defined()) grad_input.copy_(sum);
-  if (grad_residual.defined()) grad_residual.copy_(alpha == 1 ? sum : sum * alpha);
+  if (grad_input.defined()) store(sum, grad_input);
+  if (grad_residual.defined()) store(alpha == 1 ? sum : sum * alpha, grad_residual);
 }
 
 /// The kernel writes grad_input in the input's dtype, so the input is widened; but for the x_hat
@@ -326,9 +365,92 @@ struct Cuda {
   static constexpr auto backward_rows_wide = &fusednorm::backward_rows_wide;
   static constexpr auto add = &fusednorm::add;
   static constexpr auto split = &fusednorm::split;
-  static constexpr auto add_forward_rows = &TwoSteps<Cuda>::forward;
-  static constexpr auto add_backward_rows = &TwoSteps<Cuda>::backward;
+  static void add_forward_rows(const Norm&, const AddInputs&, const Tensor&, const Tensor&,
+                               const Tensor&, const Tensor&);
+  static FourTensors add_backward_rows(const Norm&, const AddBackwardInputs&);
 };
+
+// ---- The residual add, fused ----
+
+/// Whether there are kernels for an input, and an output, of this dtype beside the residual.
+bool is_add_pair(at::ScalarType input, at::ScalarType residual) {
+  return input == residual || (residual == at::kFloat && input != at::kDouble);
+}
+
+void Cuda::add_forward_rows(const Norm& norm, const AddInputs& in, const Tensor& output,
+                            const Tensor& residual_out, const Tensor& mean, const Tensor& rstd) {
+  const auto dtype = output.scalar_type(), residual_dtype = residual_out.scalar_type();
+  if (!is_add_pair(dtype, residual_dtype) || in.input.scalar_type() != dtype) {
+    return TwoSteps<Cuda>::forward(norm, in, output, residual_out, mean, rstd);
+  }
+  const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
+  check_launchable(norm, in.input, sizes);
+  if (sizes.cols == 0) return fill_statistics(mean, rstd);
+  if (sizes.rows == 0) return;
+  const auto acc_dtype = accumulation_dtype(residual_dtype);
+  const DType in_dtype = dtype_of(dtype), held_dtype = dtype_of(residual_dtype);
+  const cuda::DeviceGuard guard(in.input);
+  const cuda::Architecture& architecture = cuda::architecture_of(in.input);
+  const auto plan = cuda::forward_plan(sizes.cols, held_dtype, in_dtype, architecture);
+  check_plan(norm, in.input, plan.shared_bytes, architecture);
+
+  const Rows residual = rows_of(in.residual, sizes), addend = rows_of(in.input, sizes);
+  const cuda::Source addend_source = source_of(addend, plan.columns, sizes);
+  // In place a thread may write only what no other one reads: whole chunks, and rows without gaps.
+  // Any other residual gets its sum by a copy.
+  const bool direct = !residual_out.is_same(in.residual) ||
+                      (residual_out.is_contiguous() &&
+                       rows_are_exact(residual_out, plan.columns, sizes) && addend_source.exact);
+  const Tensor sum = direct ? residual_out : empty(in.input.sizes(), residual_dtype, in.input);
+  const Affine weight(in.weight, acc_dtype), bias(in.bias, acc_dtype);
+  AddForwardArgs args = {};
+  set_common(norm, sizes, plan, weight, acc_dtype, &args);
+  set_forward(norm, sizes, plan, residual, bias, output, mean, rstd, &args);
+  args.addend = addend.layout;
+  args.addend_source = addend_source;
+  args.residual_out = writable(sum);
+  args.residual_out_exact = rows_are_exact(sum, plan.columns, sizes);
+  args.alpha = in.alpha;
+  check_launch(norm, with_pair(in_dtype, held_dtype, [&](auto pair) {
+                 return cuda::launch_add_forward<pair.in, pair.other>(norm.centered, plan, args,
+                                                                      cuda::current_stream());
+               }));
+  cuda::launched();
+  if (!direct) residual_out.copy_(sum);
+}
+
+FourTensors Cuda::add_backward_rows(const Norm& norm, const AddBackwardInputs& in) {
+  const auto dtype = in.grad_output.scalar_type(), residual_dtype = in.residual_out.scalar_type();
+  if (!is_add_pair(dtype, residual_dtype) || in.input_dtype != dtype) {
+    return TwoSteps<Cuda>::backward(norm, in);
+  }
+  const bool adds = in.grad_residual_out.has_value() && in.grad_residual_out->defined();
+  Tensor grad_input, grad_residual;
+  if (in.output_mask[0]) grad_input = empty(in.residual_out.sizes(), dtype, in.residual_out);
+  if (in.output_mask[1]) {
+    grad_residual = empty(in.residual_out.sizes(), residual_dtype, in.residual_out);
+  }
+  std::optional<Rows> more;
+  auto [grad_weight, grad_bias] = run_backward<AddBackwardArgs>(
+      norm, in.of_norm(), grad_input,
+      [&](const auto& plan, const Sizes& sizes, AddBackwardArgs* args, const auto& reduce) {
+        if (adds && sizes.rows > 0) {
+          more.emplace(rows_of(*in.grad_residual_out, sizes));
+          args->grad_residual_out = more->layout;
+          args->grad_residual_out_source = source_of(*more, plan.columns, sizes);
+        }
+        args->grad_residual = writable(grad_residual);
+        args->grad_residual_exact =
+            grad_residual.defined() && rows_are_exact(grad_residual, plan.columns, sizes);
+        args->alpha = in.alpha;
+        return with_pair(dtype_of(dtype), dtype_of(residual_dtype), [&](auto pair) {
+          return cuda::launch_add_backward<pair.in, pair.other>(norm.centered, plan, *args, reduce,
+                                                                cuda::current_stream());
+        });
+      });
+  return {std::move(grad_input), std::move(grad_residual), std::move(grad_weight),
+          std::move(grad_bias)};
+}
 
 }  // namespace
 

@@ -50,6 +50,7 @@ struct Launch {
 void launch(const Launch& launch);
 
 void check_load(const void* p, unsigned bytes, const Location& at);
+void check_own_load(const void* p, unsigned bytes, const Location& at);  // claims the bytes
 void check_store(const void* p, unsigned bytes, const Location& at);
 char* shared_memory();
 void check_shared_load(const void* p, unsigned bytes, const Location& at);

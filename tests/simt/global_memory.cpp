@@ -59,6 +59,12 @@ void check_not_written(Range& r, uintptr_t begin, unsigned bytes, const Location
   }
 }
 
+/// The number by which this thread of this launch is known.
+uint32_t this_writer() {
+  return executor.first_writer + current->block->index * executor.launch.threads + current->index +
+         1;
+}
+
 }  // namespace
 
 void check_aligned(const char* what, uintptr_t address, unsigned bytes, const Location& at) {
@@ -124,6 +130,27 @@ void check_load(const void* p, unsigned bytes, const Location& at) {
   }
 }
 
+void check_own_load(const void* p, unsigned bytes, const Location& at) {
+  const uintptr_t begin = address_of(p);
+  ++executor.statistics.loads;
+  Range* r = find(begin, bytes, false, last_load);
+  if (r == nullptr) fail_outside("load_own", begin, bytes, at);
+  check_aligned("load_own", begin, bytes, at);
+  if (!r->meets_writable) return;
+  for (Range& other : ranges) {
+    if (!other.writable || begin >= other.end || other.begin >= begin + bytes) continue;
+    const uintptr_t first = std::max(begin, other.begin), last = std::min(begin + bytes, other.end);
+    for (uintptr_t i = first - other.begin; i < last - other.begin; ++i) {
+      uint32_t& owner = other.writer[i];
+      if (owner > executor.first_writer && owner != this_writer()) {
+        fail(at, "load_own of byte %zu of %s, which another thread has written", size_t(i),
+             other.name);
+      }
+      owner = this_writer();
+    }
+  }
+}
+
 void check_store(const void* p, unsigned bytes, const Location& at) {
   const uintptr_t begin = address_of(p);
   ++executor.statistics.stores;
@@ -137,8 +164,7 @@ void check_store(const void* p, unsigned bytes, const Location& at) {
     fail_outside("store_global", begin, bytes, at);
   }
   check_aligned("store_global", begin, bytes, at);
-  const uint32_t writer =
-      executor.first_writer + current->block->index * executor.launch.threads + current->index + 1;
+  const uint32_t writer = this_writer();
   for (size_t i = begin - r->begin; i < begin - r->begin + bytes; ++i) {
     const uint32_t before = r->writer[i];
     if (before > executor.first_writer && before != writer) {

@@ -72,6 +72,16 @@ Chunk<kBytes> load_global(const void* p, Location at = Location::current()) {
 }
 
 template <int kBytes>
+Chunk<kBytes> load_own(const void* p, Location at = Location::current()) {
+  simt::check_own_load(p, kBytes, at);
+  Chunk<kBytes> c;
+  std::memcpy(&c, p, kBytes);
+  return c;
+}
+
+inline void prefetch(const void*) {}
+
+template <int kBytes>
 void store_global(void* p, const Chunk<kBytes>& c, Location at = Location::current()) {
   simt::check_store(p, kBytes, at);
   std::memcpy(p, &c, kBytes);

@@ -80,6 +80,25 @@ TEST_F(Simt, LoadOfWhatIsWritten) {
       {32}, same, "of out, which this launch has read by load_global");
 }
 
+TEST_F(Simt, LoadOfOnesOwn) {
+  // In place: what is read is written by the same thread afterwards, and by nobody else.
+  check(
+      [](Args a) {
+        float* const own = a.out + 2 * threadIdx.x;
+        const auto c = load_own<8>(own);
+        store_global<8>(a.bug && threadIdx.x == 5 ? a.out + 2 : own, c);
+        put(own, 2 * threadIdx.x), put(own + 1, 2 * threadIdx.x + 1);
+      },
+      {32}, same, "of out, which ");
+  check(
+      [](Args a) {
+        put(a.out + threadIdx.x, threadIdx.x);
+        __syncthreads();
+        if (a.bug) load_own<8>(a.out + (threadIdx.x ^ 2) / 2 * 2);
+      },
+      {32}, same, "of out, which another thread has written");
+}
+
 TEST_F(Simt, LoadOfWhatAnEarlierLaunchWrote) {
   EXPECT_EQ("", run([](Args a) { put(a.out + threadIdx.x, threadIdx.x); }, {32}, false));
   const auto copy = [](Args a) { put(a.out + 32 + threadIdx.x, get(a.out + threadIdx.x)); };

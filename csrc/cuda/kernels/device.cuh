@@ -74,6 +74,38 @@ __device__ __forceinline__ Chunk<kBytes> load_global(const void* p) {
   return c;
 }
 
+/// Reads what at most this thread writes, later in the launch: not through the read-only path.
+template <int kBytes>
+__device__ __forceinline__ Chunk<kBytes> load_own(const void* p) {
+  static_assert(kBytes >= 8);
+  Chunk<kBytes> c;
+  if constexpr (kBytes == 8) {
+    const uint2 v = *static_cast<const uint2*>(p);
+    c.word[0] = v.x, c.word[1] = v.y;
+  } else if constexpr (kBytes == 16) {
+    const uint4 v = *static_cast<const uint4*>(p);
+    c.word[0] = v.x, c.word[1] = v.y, c.word[2] = v.z, c.word[3] = v.w;
+  } else {
+    static_assert(kBytes == 32);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+    asm volatile("ld.global.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+                 : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3]),
+                   "=r"(c.word[4]), "=r"(c.word[5]), "=r"(c.word[6]), "=r"(c.word[7])
+                 : "l"(p)
+                 : "memory");
+#else
+    const auto low = load_own<16>(p), high = load_own<16>(static_cast<const char*>(p) + 16);
+    for (int i = 0; i < 4; ++i) c.word[i] = low.word[i], c.word[4 + i] = high.word[i];
+#endif
+  }
+  return c;
+}
+
+/// Asks for the line at `p` to be in L2 by the time it is read.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 template <int kBytes>
 __device__ __forceinline__ void store_global(void* p, const Chunk<kBytes>& c) {
   if constexpr (kBytes == 2) {

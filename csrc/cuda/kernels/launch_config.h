@@ -94,6 +94,10 @@ constexpr int forward_min_blocks(int bytes, int acc_size) {
          : bytes == 96 ? 4
                        : 1;
 }
+/// Likewise of sums, with twice the bytes in flight: three blocks of 64 bytes a thread spilled.
+constexpr int add_forward_min_blocks(int bytes, int acc_size) {
+  return bytes == 64 ? 2 : forward_min_blocks(bytes, acc_size);
+}
 constexpr int kLoopThreads = 512;  // of the kShared and kStreaming kernels
 
 constexpr int registers_for(int max_threads, int min_blocks, const Architecture& a) {

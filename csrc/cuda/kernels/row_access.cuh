@@ -317,6 +317,17 @@ __device__ __forceinline__ void store_shifted(char* p, const Chunk<kBytes>& unit
   }
 }
 
+/// The lane's unit of a row, to its place `p`. All lanes of the warp call together.
+template <int kElement, int kBytes>
+__device__ __forceinline__ void store_unit(char* p, const Chunk<kBytes>& unit, int64_t left,
+                                           bool exact, int lane, int width) {
+  if (exact) {
+    if (left > 0) store_global<kBytes>(p, unit);
+  } else {
+    store_shifted<kElement>(p, unit, left, lane, width);
+  }
+}
+
 // ---- Weight and bias ----
 
 /// The bits of kColumns columns of a parameter of any dtype: fetched early, unpacked when needed.

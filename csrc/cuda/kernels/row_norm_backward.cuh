@@ -10,6 +10,13 @@ namespace fusednorm::cuda {
 /// warps' sums in memory, and a second one applies them.
 enum class Phase { kWhole, kSums, kApply };
 
+/// Where the gradient of a row goes: add_residual.cuh has another one.
+template <class T>
+struct GradInputStore {
+  using Args = BackwardArgs;
+  using grad_t = T;  // of grad_input
+};
+
 /// What grad_input and grad_weight need to know of a row.
 template <class acc_t>
 struct BackwardRow {
@@ -109,9 +116,12 @@ __device__ __forceinline__ void store_partial(acc_t (&v)[kUnits][kColumns], cons
   __syncthreads();  // the memory is used again
 }
 
-template <class Statistics, class T, class G, int kUnits, Phase kPhase>
-__global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const BackwardArgs args) {
+template <class Statistics, class T, class G, int kUnits, Phase kPhase, class Store>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    row_norm_backward(const typename Store::Args args) {
   using acc_t = acc_of<T>;
+  using grad_t = typename Store::grad_t;
+  constexpr bool kSplits = std::is_same_v<typename Store::Args, AddBackwardArgs>;
   constexpr int kWidest = sizeof(T) > sizeof(G) ? sizeof(T) : sizeof(G);
   constexpr int kColumns = kBackwardUnitBytes / kWidest;
   constexpr int kX = kColumns * sizeof(T), kG = kColumns * sizeof(G);  // bytes of a unit
@@ -187,6 +197,15 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
     return static_cast<const char*>(args.grad_output.data) +
            row_offset(args.grad_output, row) * static_cast<int>(sizeof(G));
   };
+  // grad_residual_out is read where it is added: a ring of three tensors would not fit into 99 KB,
+  // and a row held ahead made kernels spill. It is brought as far as L2 ahead.
+  const auto more_of = [&](int64_t row, int col) -> const char* {
+    if constexpr (kSplits) {
+      return static_cast<const char*>(args.grad_residual_out.data) +
+             (row_offset(args.grad_residual_out, row) + col) * int{sizeof(T)};
+    }
+    return nullptr;
+  };
   const auto fetch = [&](int64_t row, int stage) {
     if (row < args.rows) {
       const char *const x = input_of(row), *const g = grad_output_of(row);
@@ -199,6 +218,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
         copy_unit<sizeof(G), kG>(grad_place(stage, k), group.lane, group.width,
                                  g + static_cast<int64_t>(col) * static_cast<int>(sizeof(G)), left,
                                  args.grad_output_source);
+        if constexpr (kSplits) {
+          if (args.grad_residual_out.data != nullptr && left > 0) prefetch(more_of(row, col));
+        }
       }
     }
     commit_copies();
@@ -312,12 +334,21 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
                        row.exponent == 0 ? args.params : scaled(args.params, row.exponent));
 
     // Apply.
-    char* const output = static_cast<char*>(args.grad_input) +
-                         (active ? row_index : 0) * args.cols * static_cast<int>(sizeof(T));
+    const int64_t first = (active ? row_index : 0) * args.cols;
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
-      Chunk<kX> unit = {};
+      Chunk<kColumns * sizeof(grad_t)> unit = {};
+      Chunk<kX> residual_unit = {};
       const int left = row_cols - column(k);
+      Chunk<kX> more_raw = {};
+      if constexpr (kSplits) {
+        if (args.grad_residual_out.data != nullptr && left > 0) {
+          const char* const p = more_of(row_index, column(k));
+          more_raw = args.grad_residual_out_source.exact
+                         ? load_global<kX>(p)
+                         : load_unit<sizeof(T), kX>(p, left, args.grad_residual_out_source);
+        }
+      }
       if (left > 0) {
         acc_t x[kColumns], g[kColumns];
         forget(x_raw[k]);
@@ -342,14 +373,31 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) row_norm_backward(const B
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) g[j] = std::ldexp(g[j], -row.exponent);
         }
-        unit = pack<T, kColumns>(g);
+        if constexpr (kSplits) {
+          acc_t more[kColumns];
+          unpack<T, kColumns>(more_raw, more);
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) g[j] += more[j];
+        }
+        unit = pack<grad_t, kColumns>(g);
+        if constexpr (kSplits) {
+          const acc_t alpha = static_cast<acc_t>(args.alpha);
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j) g[j] *= alpha;
+          residual_unit = pack<T, kColumns>(g);
+        }
       }
-      if (args.grad_input == nullptr) continue;
-      char* const p = output + static_cast<int64_t>(column(k)) * static_cast<int>(sizeof(T));
-      if (args.grad_input_exact) {
-        if (left > 0) store_global<kX>(p, unit);
-      } else {
-        store_shifted<sizeof(T)>(p, unit, left, group.lane, group.width);
+      const int64_t at = first + column(k);
+      if (args.grad_input != nullptr) {
+        store_unit<sizeof(grad_t)>(static_cast<char*>(args.grad_input) + at * int{sizeof(grad_t)},
+                                   unit, left, args.grad_input_exact, group.lane, group.width);
+      }
+      if constexpr (kSplits) {
+        if (args.grad_residual != nullptr) {
+          store_unit<sizeof(T)>(static_cast<char*>(args.grad_residual) + at * int{sizeof(T)},
+                                residual_unit, left, args.grad_residual_exact, group.lane,
+                                group.width);
+        }
       }
     }
   }

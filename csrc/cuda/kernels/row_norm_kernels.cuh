@@ -39,10 +39,11 @@ __device__ __forceinline__ void with_columns(int64_t left, F f) {
 // ---- Where a row stays ----
 // Each gives for_units(f): f(column, load) for each of the thread's units, in the same order in
 // each pass; load(v) gives its values, 0 for columns beyond the row (after rescale: times
-// 2^-exponent).
+// 2^-exponent). add_residual.cuh has those that are sums.
 
 template <class T, int kColumns_, int kUnits>
 struct RegisterRow {
+  using Args = ForwardArgs;
   static constexpr int kColumns = kColumns_, kBytes = kColumns * static_cast<int>(sizeof(T));
   Chunk<kBytes> raw[kUnits];
   int cols, first, stride;
@@ -96,6 +97,7 @@ struct RegisterRow {
 /// kTogether units are on their way at once (of fp64 half as many: four spilled).
 template <class T, int kColumns_, bool kShared, int kTogether = kShared || sizeof(T) == 8 ? 2 : 4>
 struct LoopRow {
+  using Args = ForwardArgs;
   static constexpr int kColumns = kColumns_, kBytes = kColumns * static_cast<int>(sizeof(T));
   Source source;
   int cols, units, thread, threads, block_threads, lane, exponent;
@@ -307,7 +309,8 @@ __device__ __forceinline__ void apply_parameters(const ForwardArgs& args, int64_
 
 template <class Statistics, class T, class Out, int kUnitBytes, class Row, int kThreads,
           int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const ForwardArgs args) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    row_norm_forward(const typename Row::Args args) {
   if constexpr (runs_here<kUnitBytes>()) {
     using acc_t = acc_of<T>;
     constexpr int kColumns = Row::kColumns, kOut = sizeof(Out);
@@ -323,11 +326,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
         static_cast<int64_t>(blockIdx.x >> args.log2_cluster) * args.rows_per_block + slot;
     const bool active = row < args.rows;
     const int cols = active ? static_cast<int>(args.cols) : 0;
-    Source source = args.source;
-    source.data = static_cast<const char*>(args.input.data) +
-                  (active ? row_offset(args.input, row) : 0) * static_cast<int>(sizeof(T));
+    constexpr bool kAdds = std::is_same_v<typename Row::Args, AddForwardArgs>;
     Row data;
-    data.fetch(source, cols, group, args.units, group.memory);
+    if constexpr (kAdds) {
+      data.fetch(args, active ? row : 0, cols, group);
+    } else {
+      Source source = args.source;
+      source.data = static_cast<const char*>(args.input.data) +
+                    (active ? row_offset(args.input, row) : 0) * static_cast<int>(sizeof(T));
+      data.fetch(source, cols, group, args.units, group.memory);
+    }
     if (args.cluster > 1) cluster_barrier();  // the others have started, and their memory is there
 
     RowStatistics<acc_t> statistics =
@@ -365,6 +373,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
     }
 
     char* const output = static_cast<char*>(args.output) + (active ? row : 0) * args.cols * kOut;
+    if constexpr (kAdds) data.last_pass();
     data.for_units([&](int col, auto load) {
       const int left = cols - col;
       Chunk<kColumns* kOut> unit = {};
@@ -383,12 +392,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) row_norm_forward(const Forw
         apply_parameters<Statistics>(args, col, left, v);
         unit = pack<Out, kColumns>(v);
       }
-      char* const p = output + static_cast<int64_t>(col) * kOut;
-      if (args.output_exact) {
-        if (left > 0) store_global<kColumns * kOut>(p, unit);
-      } else {
-        store_shifted<kOut>(p, unit, left, group.lane, group.width);
-      }
+      store_unit<kOut>(output + static_cast<int64_t>(col) * kOut, unit, left, args.output_exact,
+                       group.lane, group.width);
     });
   }
 }

@@ -3,8 +3,10 @@
 //
 // Kernels of a pair and an architecture: forward 2 norms x (6 register kernels, or 4 of twice the
 // unit, + 2 loop kernels), backward 2 norms x (2 + 2 of two launches), one that reduces: 25 or 21.
-// With 6 pairs 150 or 126, and 72 or 96 empty ones, of the other unit size.
-#include "row_norm_backward.cuh"
+// Of the residual add forward 2 norms x (6 or 4, + 1 loop), backward 2 norms x 3, and where its
+// dtypes differ 2 that take the sums of two launches: 20 or 16, or 22 or 18.
+// With 6 pairs 274 or 226, and 132 or 180 empty ones, of the other unit size.
+#include "add_residual.cuh"
 #include "row_norm_kernels.cuh"
 #include "row_norm_launch.h"
 
@@ -36,28 +38,52 @@ LaunchResult launch(void (*kernel)(Args), const Args& args, const LaunchShape& s
   return {static_cast<int>(launch_kernel(kernel, args, shape, stream)), shape};
 }
 
-template <class Statistics, class T, class Out, int kUnitBytes, int kUnits>
-LaunchResult forward_in_registers(const ForwardArgs& args, const LaunchShape& shape,
-                                  CUstream_st* stream) {
-  constexpr int kColumns = kUnitBytes / (sizeof(T) > sizeof(Out) ? sizeof(T) : sizeof(Out));
+/// How rows come to the kernel: as they lie in memory, or (by these arguments) as sums.
+template <class Args, class T, class Out, int kColumns>
+struct Rows {
+  template <int kUnits>
+  using Registers = RegisterRow<T, kColumns, kUnits>;
+  template <bool kShared>
+  using Loops = LoopRow<T, kColumns, kShared>;
+};
+template <class T, class Out, int kColumns>
+struct Rows<AddForwardArgs, T, Out, kColumns> {
+  template <int kUnits>
+  using Registers = AddRegisterRow<T, Out, kColumns, kUnits>;
+  template <bool>
+  using Loops = AddLoopRow<T, Out, kColumns>;
+};
+
+template <class T, class Out, int kUnitBytes>
+constexpr int kColumnsOf = kUnitBytes / (sizeof(T) > sizeof(Out) ? sizeof(T) : sizeof(Out));
+
+template <class Statistics, class T, class Out, int kUnitBytes, bool kShared, class Args>
+LaunchResult forward_in_loops(const Args& args, const LaunchShape& shape, CUstream_st* stream) {
+  using Row = typename Rows<Args, T, Out, kColumnsOf<T, Out, kUnitBytes>>::template Loops<kShared>;
+  return launch(row_norm_forward<Statistics, T, Out, kUnitBytes, Row, kLoopThreads, 1>, args, shape,
+                stream);
+}
+
+template <class Statistics, class T, class Out, int kUnitBytes, int kUnits, class Args>
+LaunchResult forward_in_registers(const Args& args, const LaunchShape& shape, CUstream_st* stream) {
+  using Row =
+      typename Rows<Args, T, Out, kColumnsOf<T, Out, kUnitBytes>>::template Registers<kUnits>;
   constexpr int kHeld = kUnits * kUnitBytes;
+  constexpr bool kAdds = std::is_same_v<Args, AddForwardArgs>;
+  constexpr int kBlocks = kAdds ? add_forward_min_blocks(kHeld, sizeof(acc_of<T>))
+                                : forward_min_blocks(kHeld, sizeof(acc_of<T>));
+  if constexpr (kAdds && kHeld == 128) {
+    if (!sums_are_exact(args)) {
+      return forward_in_loops<Statistics, T, Out, kUnitBytes, false>(args, shape, stream);
+    }
+  }
   return launch(
-      row_norm_forward<Statistics, T, Out, kUnitBytes, RegisterRow<T, kColumns, kUnits>,
-                       forward_max_threads(kHeld), forward_min_blocks(kHeld, sizeof(acc_of<T>))>,
+      row_norm_forward<Statistics, T, Out, kUnitBytes, Row, forward_max_threads(kHeld), kBlocks>,
       args, shape, stream);
 }
 
-template <class Statistics, class T, class Out, int kUnitBytes, bool kShared>
-LaunchResult forward_in_loops(const ForwardArgs& args, const LaunchShape& shape,
-                              CUstream_st* stream) {
-  constexpr int kColumns = kUnitBytes / (sizeof(T) > sizeof(Out) ? sizeof(T) : sizeof(Out));
-  return launch(row_norm_forward<Statistics, T, Out, kUnitBytes, LoopRow<T, kColumns, kShared>,
-                                 kLoopThreads, 1>,
-                args, shape, stream);
-}
-
-template <class Statistics, class T, class Out, int kUnitBytes>
-LaunchResult forward(const ForwardPlan& plan, const ForwardArgs& args, CUstream_st* stream) {
+template <class Statistics, class T, class Out, int kUnitBytes, class Args>
+LaunchResult forward(const ForwardPlan& plan, const Args& args, CUstream_st* stream) {
   // Fits a grid's 2^31 - 1: a row with a block of its own has over 4 KB.
   const int64_t blocks = ceil_div(args.rows, plan.rows_per_block) * plan.cluster;
   LaunchShape shape = {"row_norm_forward (registers)", static_cast<unsigned>(blocks),
@@ -93,38 +119,9 @@ LaunchResult forward(const ForwardPlan& plan, const ForwardArgs& args, CUstream_
   return {static_cast<int>(cudaErrorInvalidValue), shape};
 }
 
-template <class Statistics, class T, class G, int kUnits, Phase kPhase>
-LaunchResult backward_in(const BackwardArgs& args, LaunchShape shape, CUstream_st* stream) {
-  shape.kernel = kPhase == Phase::kWhole  ? "row_norm_backward"
-                 : kPhase == Phase::kSums ? "row_norm_backward (sums)"
-                                          : "row_norm_backward (apply)";
-  return launch(row_norm_backward<Statistics, T, G, kUnits, kPhase>, args, shape, stream);
-}
-
-template <class Statistics, class T, class G>
-LaunchResult backward(const BackwardPlan& plan, const BackwardArgs& args, CUstream_st* stream) {
-  const LaunchShape shape = {"", static_cast<unsigned>(plan.groups * plan.blocks_per_row),
-                             static_cast<unsigned>(plan.threads),
-                             static_cast<unsigned>(plan.cluster),
-                             static_cast<unsigned>(plan.shared_bytes)};
-  if (plan.cluster < plan.blocks_per_row) {
-    const LaunchResult sums =
-        backward_in<Statistics, T, G, kBackwardUnits, Phase::kSums>(args, shape, stream);
-    if (sums.error != 0) return sums;
-    return backward_in<Statistics, T, G, kBackwardUnits, Phase::kApply>(args, shape, stream);
-  }
-  return plan.units == 1
-             ? backward_in<Statistics, T, G, 1, Phase::kWhole>(args, shape, stream)
-             : backward_in<Statistics, T, G, kBackwardUnits, Phase::kWhole>(args, shape, stream);
-}
-
-}  // namespace
-
-template <DType kIn, DType kOut>
-LaunchResult launch_forward(bool centered, const ForwardPlan& plan, const ForwardArgs& args,
-                            CUstream_st* stream) {
-  using T = typename TypeOf<kIn>::type;
-  using Out = typename TypeOf<kOut>::type;
+template <class T, class Out, class Args>
+LaunchResult forward_of_norm(bool centered, const ForwardPlan& plan, const Args& args,
+                             CUstream_st* stream) {
   if (plan.unit_bytes == 32) {
     return centered ? forward<LayerNormStatistics, T, Out, 32>(plan, args, stream)
                     : forward<RmsNormStatistics, T, Out, 32>(plan, args, stream);
@@ -133,15 +130,42 @@ LaunchResult launch_forward(bool centered, const ForwardPlan& plan, const Forwar
                   : forward<RmsNormStatistics, T, Out, 16>(plan, args, stream);
 }
 
-template <DType kIn, DType kGrad>
-LaunchResult launch_backward(bool centered, const BackwardPlan& plan, const BackwardArgs& args,
-                             const ReduceArgs& reduce, CUstream_st* stream) {
-  using T = typename TypeOf<kIn>::type;
-  using G = typename TypeOf<kGrad>::type;
+template <class Statistics, class T, class G, class Store, int kUnits, Phase kPhase>
+LaunchResult backward_in(const typename Store::Args& args, LaunchShape shape, CUstream_st* stream) {
+  shape.kernel = kPhase == Phase::kWhole  ? "row_norm_backward"
+                 : kPhase == Phase::kSums ? "row_norm_backward (sums)"
+                                          : "row_norm_backward (apply)";
+  return launch(row_norm_backward<Statistics, T, G, kUnits, kPhase, Store>, args, shape, stream);
+}
+
+template <class Statistics, class T, class G, class Store>
+LaunchResult backward(const BackwardPlan& plan, const typename Store::Args& args,
+                      CUstream_st* stream) {
+  const LaunchShape shape = {"", static_cast<unsigned>(plan.groups * plan.blocks_per_row),
+                             static_cast<unsigned>(plan.threads),
+                             static_cast<unsigned>(plan.cluster),
+                             static_cast<unsigned>(plan.shared_bytes)};
+  constexpr int kUnits = kBackwardUnits;
+  if (plan.cluster < plan.blocks_per_row) {
+    const LaunchResult sums =  // which store nothing
+        backward_in<Statistics, T, G, GradInputStore<T>, kUnits, Phase::kSums>(args, shape, stream);
+    if (sums.error != 0) return sums;
+    return backward_in<Statistics, T, G, Store, kUnits, Phase::kApply>(args, shape, stream);
+  }
+  return plan.units == 1
+             ? backward_in<Statistics, T, G, Store, 1, Phase::kWhole>(args, shape, stream)
+             : backward_in<Statistics, T, G, Store, kUnits, Phase::kWhole>(args, shape, stream);
+}
+
+/// The gradient of the rows, then `reduce`.
+template <class T, class G, class Store>
+LaunchResult backward_of_norm(bool centered, const BackwardPlan& plan,
+                              const typename Store::Args& args, const ReduceArgs& reduce,
+                              CUstream_st* stream) {
   LaunchResult result = {};
   if (args.rows > 0) {
-    result = centered ? backward<LayerNormStatistics, T, G>(plan, args, stream)
-                      : backward<RmsNormStatistics, T, G>(plan, args, stream);
+    result = centered ? backward<LayerNormStatistics, T, G, Store>(plan, args, stream)
+                      : backward<RmsNormStatistics, T, G, Store>(plan, args, stream);
   }
   if (reduce.parameters == 0 || result.error != 0) return result;
   constexpr int kThreads = kReduceColumns * kReduceLines;
@@ -152,12 +176,46 @@ LaunchResult launch_backward(bool centered, const BackwardPlan& plan, const Back
   return launch(reduce_partials<acc_of<T>>, reduce, shape, stream);
 }
 
+}  // namespace
+
+template <DType kIn, DType kOut>
+LaunchResult launch_forward(bool centered, const ForwardPlan& plan, const ForwardArgs& args,
+                            CUstream_st* stream) {
+  return forward_of_norm<typename TypeOf<kIn>::type, typename TypeOf<kOut>::type>(centered, plan,
+                                                                                  args, stream);
+}
+
+template <DType kIn, DType kResidual>
+LaunchResult launch_add_forward(bool centered, const ForwardPlan& plan, const AddForwardArgs& args,
+                                CUstream_st* stream) {
+  return forward_of_norm<typename TypeOf<kResidual>::type, typename TypeOf<kIn>::type>(
+      centered, plan, args, stream);
+}
+
+template <DType kIn, DType kGrad>
+LaunchResult launch_backward(bool centered, const BackwardPlan& plan, const BackwardArgs& args,
+                             const ReduceArgs& reduce, CUstream_st* stream) {
+  using T = typename TypeOf<kIn>::type;
+  using G = typename TypeOf<kGrad>::type;
+  return backward_of_norm<T, G, GradInputStore<T>>(centered, plan, args, reduce, stream);
+}
+
+template <DType kIn, DType kResidual>
+LaunchResult launch_add_backward(bool centered, const BackwardPlan& plan,
+                                 const AddBackwardArgs& args, const ReduceArgs& reduce,
+                                 CUstream_st* stream) {
+  using T = typename TypeOf<kResidual>::type;
+  using G = typename TypeOf<kIn>::type;
+  return backward_of_norm<T, G, SplitStore<G>>(centered, plan, args, reduce, stream);
+}
+
 template <DType kIn, DType kOther>
 bool grants_cluster(int blocks) {
   using T = typename TypeOf<kIn>::type;
   using G = typename TypeOf<kOther>::type;
   const auto plan = backward_plan(1, 1 << 24, kIn, kOther, true, architecture(90));
-  return max_clusters(row_norm_backward<LayerNormStatistics, T, G, kBackwardUnits, Phase::kWhole>,
+  return max_clusters(row_norm_backward<LayerNormStatistics, T, G, kBackwardUnits, Phase::kWhole,
+                                        GradInputStore<T>>,
                       {"", static_cast<unsigned>(blocks), kBackwardThreads,
                        static_cast<unsigned>(blocks), static_cast<unsigned>(plan.shared_bytes)}) >
          0;
@@ -166,7 +224,11 @@ bool grants_cluster(int blocks) {
 template bool grants_cluster<DType::FUSEDNORM_IN, DType::FUSEDNORM_OTHER>(int);
 template LaunchResult launch_forward<DType::FUSEDNORM_IN, DType::FUSEDNORM_OTHER>(
     bool, const ForwardPlan&, const ForwardArgs&, CUstream_st*);
+template LaunchResult launch_add_forward<DType::FUSEDNORM_IN, DType::FUSEDNORM_OTHER>(
+    bool, const ForwardPlan&, const AddForwardArgs&, CUstream_st*);
 template LaunchResult launch_backward<DType::FUSEDNORM_IN, DType::FUSEDNORM_OTHER>(
     bool, const BackwardPlan&, const BackwardArgs&, const ReduceArgs&, CUstream_st*);
+template LaunchResult launch_add_backward<DType::FUSEDNORM_IN, DType::FUSEDNORM_OTHER>(
+    bool, const BackwardPlan&, const AddBackwardArgs&, const ReduceArgs&, CUstream_st*);
 
 }  // namespace fusednorm::cuda

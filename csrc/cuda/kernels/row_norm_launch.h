@@ -50,6 +50,15 @@ struct ForwardArgs {
                                    // instructions before the first load
 };
 
+/// Of the norm of alpha * residual + addend: ForwardArgs' input and source are the residual's.
+struct AddForwardArgs : ForwardArgs {
+  RowLayout addend;
+  Source addend_source;
+  void* residual_out;  // contiguous; may be the residual where its rows are exact
+  bool residual_out_exact;
+  double alpha;
+};
+
 struct BackwardArgs {
   RowLayout grad_output, input;
   Source grad_output_source, input_source;
@@ -67,6 +76,16 @@ struct BackwardArgs {
   bool round_x_hat;                                                      // for grad_weight
   int threads_per_row, rows_per_block, blocks_per_row, cluster, stages;  // as the plan has them
   int64_t groups;
+};
+
+/// Of the norm of a sum, whose own gradient is added to what the norm's input gets. grad_input is
+/// of grad_output's dtype here.
+struct AddBackwardArgs : BackwardArgs {
+  RowLayout grad_residual_out;  // of the sum's dtype; null: absent
+  Source grad_residual_out_source;
+  void* grad_residual;  // contiguous, of the sum's dtype: alpha * gradient; null: not wanted
+  bool grad_residual_exact;
+  double alpha;
 };
 
 /// The sums of the groups of rows, to be added.
@@ -94,6 +113,17 @@ LaunchResult launch_forward(bool centered, const ForwardPlan&, const ForwardArgs
 template <DType kIn, DType kGrad>
 LaunchResult launch_backward(bool centered, const BackwardPlan&, const BackwardArgs&,
                              const ReduceArgs& reduce, CUstream_st*);
+
+// The residual add, input kIn beside a residual kResidual: of each such pair, with kResidual the
+// rows' dtype and kIn that of output and grad_output.
+
+template <DType kIn, DType kResidual>
+LaunchResult launch_add_forward(bool centered, const ForwardPlan&, const AddForwardArgs&,
+                                CUstream_st*);
+
+template <DType kIn, DType kResidual>
+LaunchResult launch_add_backward(bool centered, const BackwardPlan&, const AddBackwardArgs&,
+                                 const ReduceArgs& reduce, CUstream_st*);
 
 /// Whether the current device runs clusters of `blocks` blocks of the largest kernel.
 template <DType kIn, DType kOther>
