@@ -2,8 +2,8 @@
 
 All of them take fp64, fp32, bf16 and fp16 on any strides, with weight, bias and residual of any of the four
 dtypes; keep statistics and sums in fp32 (fp64 for fp64); and return a contiguous tensor of the input's shape
-and dtype (``group_norm`` and ``instance_norm``: one of the input's memory format). A wrong shape, dtype, device
-or layout raises a ``RuntimeError`` that names the operator, the argument, what was expected and what was given.
+and dtype (``group_norm`` and ``instance_norm``: of its memory format). A wrong shape, dtype, device or layout
+raises a ``RuntimeError`` that names the operator, the argument, what was expected and what was given.
 """
 
 import sys
