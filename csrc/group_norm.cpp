@@ -140,6 +140,13 @@ Tensor groups_of(const GroupNorm& group, const Tensor& tensor) {
   return tensor.reshape_symint({tensor.sym_size(0), group.num_groups, cols});
 }
 
+/// `tensor`, laid out as the input. By turning dimensions: vmap takes no memory format but the
+/// contiguous one.
+Tensor in_format_of(const Tensor& input, const Tensor& tensor) {
+  if (input.suggest_memory_format() == at::MemoryFormat::Contiguous) return tensor.contiguous();
+  return tensor.movedim(1, -1).contiguous().movedim(-1, 1);
+}
+
 struct CompositeBackend {
   static at::ScalarType wide(const Tensor& input) {
     return accumulation_dtype(input.scalar_type());
@@ -164,8 +171,7 @@ struct CompositeBackend {
     auto [output, mean, rstd] = normalized(group, in.input);
     if (present(in.weight)) output = output * per_channel(*in.weight, in.input);
     if (present(in.bias)) output = output + per_channel(*in.bias, in.input);
-    return {output.to(in.input.scalar_type()).contiguous(in.input.suggest_memory_format()), mean,
-            rstd};
+    return {in_format_of(in.input, output.to(in.input.scalar_type())), mean, rstd};
   }
 
   static Tensor output(c10::DispatchKeySet keys, const GroupNorm& group, const ForwardInputs& in) {
@@ -186,8 +192,7 @@ struct CompositeBackend {
       norm.op = "layer_norm_backward";
       grad_input = std::get<0>(fusednorm::dispatch_backward(
           norm, {groups_of(group, g), rows, cols, in.mean, in.rstd, {}, {}, {true, false, false}}));
-      grad_input = grad_input.reshape_symint(in.input.sym_sizes())
-                       .contiguous(in.input.suggest_memory_format());
+      grad_input = in_format_of(in.input, grad_input.reshape_symint(in.input.sym_sizes()));
     }
     const auto per_channel_sum = [&](const Tensor& values, at::ScalarType dtype) {
       std::vector<int64_t> dims{0};
@@ -310,7 +315,8 @@ TORCH_LIBRARY_IMPL(fusednorm, Autograd, m) { GroupOperators<AutogradBackend>::re
 TORCH_LIBRARY_IMPL(fusednorm, FuncTorchBatchedDecomposition, m) {
   GroupOperators<CompositeBackend>::register_on(m);
 }
-// Without CUDA in the build, layer_norm_forward says so.
+#if defined(FUSEDNORM_WITH_CUDA)
 TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) { GroupOperators<CompositeBackend>::register_on(m); }
+#endif
 
 }  // namespace fusednorm

@@ -206,7 +206,8 @@ void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
 }
 
 void refuse_on(torch::Library& m) {
-  for (const std::string norm : {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"}) {
+  for (const std::string norm :
+       {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "group_norm"}) {
     for (const char* suffix : {"", "_forward", "_backward"}) {
       m.impl((norm + suffix).c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
     }

@@ -216,3 +216,29 @@ def residual(
 def warm_norm(x: Tensor, progress: float, norm: Callable[[Tensor], Tensor]) -> Tensor:
     """A norm ``progress`` (0 to 1) of the way through its warm-up by lambda, in float64."""
     return progress * norm(x) + (1 - progress) * x.double()
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """GroupNorm of ``[N, C, *]`` in float64; ``layer_norm`` of each sample's groups."""
+    cols = x.shape[1] // groups * x[0, 0].numel() if x.numel() else 1
+    x_hat = layer_norm(x.reshape(-1, groups, cols), eps=eps).reshape(x.shape)
+    per_channel = (-1,) + (1,) * (x.dim() - 2)
+    weight, bias = (p if p is None else p.reshape(per_channel) for p in (weight, bias))
+    return _affine(x_hat, weight, bias, 0.0)
+
+
+def head_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    kind: str = "rms",
+    head_axis: int = -2,
+    eps: float | None = 1e-6,
+) -> Tensor:
+    """A norm over the last dimension in float64, then weight and bias ``[H, D]`` of the head."""
+    x_hat = rms_norm(x, eps=eps) if kind == "rms" else layer_norm(x, eps=eps)
+    if head_axis == -3:
+        weight, bias = (p if p is None else p.unsqueeze(-2) for p in (weight, bias))
+    return _affine(x_hat, weight, bias, 0.0)

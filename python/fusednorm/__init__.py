@@ -14,6 +14,8 @@ from fusednorm.add_modules import AddLayerNorm, AddRMSNorm
 from fusednorm.column_norms import BatchNorm
 from fusednorm.decompositions import decompositions
 from fusednorm.deepnorm import deepnorm_init
+from fusednorm.group_modules import GroupNorm, InstanceNorm
+from fusednorm.head_norm import HeadNorm
 from fusednorm.modules import LayerNorm, RMSNorm
 from fusednorm.monitor import NormMonitor
 from fusednorm.placement import Residual
@@ -29,6 +31,9 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "BatchNorm",
+    "GroupNorm",
+    "HeadNorm",
+    "InstanceNorm",
     "LayerNorm",
     "NormMonitor",
     "NormWarmup",

@@ -2,8 +2,8 @@
 
 All of them take fp64, fp32, bf16 and fp16 on any strides, with weight, bias and residual of any of the four
 dtypes; keep statistics and sums in fp32 (fp64 for fp64); and return a contiguous tensor of the input's shape
-and dtype. A wrong shape, dtype, device or layout raises a ``RuntimeError`` that names the operator, the
-argument, what was expected and what was given.
+and dtype (``group_norm`` and ``instance_norm``: of its memory format). A wrong shape, dtype, device or layout
+raises a ``RuntimeError`` that names the operator, the argument, what was expected and what was given.
 """
 
 import sys
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fusednorm._load import _C
+from fusednorm.group_functional import group_norm, instance_norm
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 _is_compiling = torch.compiler.is_compiling
 _fast_layer_norm = _C.layer_norm
