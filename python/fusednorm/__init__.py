@@ -19,6 +19,7 @@ from fusednorm.monitor import NormMonitor
 from fusednorm.placement import Residual
 from fusednorm.plans import explain
 from fusednorm.power_norm import PowerNorm
+from fusednorm.scale_norm import ScaleNorm
 from fusednorm.stack import ResidualStack
 from fusednorm.warmup import NormWarmup
 
@@ -36,6 +37,7 @@ __all__ = [
     "RMSNorm",
     "Residual",
     "ResidualStack",
+    "ScaleNorm",
     "build_info",
     "cmake_prefix_path",
     "decompositions",
