@@ -36,14 +36,18 @@ struct BackwardConstants {
   BackwardConstants(const Norm& n, const ForwardInputs& in, std::optional<Add> a)
       : norm(n), add(a) {
     norm.op = add ? (norm.centered ? "add_layer_norm_backward" : "add_rms_norm_backward")
-                  : (norm.centered ? "layer_norm_backward" : "rms_norm_backward");
+                  : (norm.centered ? "layer_norm_backward"
+                     : norm.clamp  ? "_scale_rows_backward"
+                                   : "rms_norm_backward");
     // The caller's string may go away.
     norm.casting_mode = norm.llama() ? "llama" : "default";
     if (present(in.bias)) bias_dtype = in.bias->scalar_type();
   }
 
   std::string name() const {
-    const std::string of_norm = norm.centered ? "LayerNormBackward" : "RmsNormBackward";
+    const std::string of_norm = norm.centered ? "LayerNormBackward"
+                                : norm.clamp  ? "ScaleRowsBackward"
+                                              : "RmsNormBackward";
     return add ? "Add" + of_norm : of_norm;
   }
   bool rows_are_output() const { return add.has_value(); }
@@ -56,6 +60,7 @@ struct BackwardConstants {
     args.collect(norm.eps_outside);
     args.collect(norm.unbiased);
     args.collect(norm.llama());
+    args.collect(norm.clamp);
     args.collect(bias_dtype.value_or(at::ScalarType::Undefined));
     args.collect(add.has_value());
     const Add of_none{0, at::ScalarType::Undefined, at::ScalarType::Undefined};

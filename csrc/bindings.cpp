@@ -125,6 +125,16 @@ PyObject* rms_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
+// (input, g, eps)
+PyObject* scale_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return fast_call(args, count, 3, [](PyObject* const* a) {
+    const Tensor &input = tensor_of(a[0]), &g = tensor_of(a[1]);
+    const double eps = double_of(a[2]);
+    pybind11::gil_scoped_release no_gil;
+    return fusednorm::scale_norm(input, g, eps);
+  });
+}
+
 // (input, residual, normalized_shape, weight, bias, eps, alpha, weight_offset, eps_outside,
 // unbiased)
 PyObject* add_layer_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -231,6 +241,8 @@ PyMethodDef kFastMethods[] = {
      METH_FASTCALL, nullptr},
     {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(rms_norm)), METH_FASTCALL,
      nullptr},
+    {"scale_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(scale_norm)),
+     METH_FASTCALL, nullptr},
     {"add_layer_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(add_layer_norm)),
      METH_FASTCALL, nullptr},
     {"add_rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(add_rms_norm)),

@@ -63,6 +63,12 @@ inline c10::SymIntArrayRef leading_shape(const Tensor& input,
   return input.sym_sizes().slice(0, input.dim() - normalized_shape.size());
 }
 
+inline void check_eps(const Norm& norm) {
+  if (!norm.eps.has_value()) return;
+  TORCH_CHECK(std::isfinite(*norm.eps) && (!norm.clamp || *norm.eps > 0), "fusednorm::", norm.op,
+              ": eps: expected a finite number", norm.clamp ? " above 0" : "", ", got ", *norm.eps);
+}
+
 /// What forward and backward share: the numbers, the input, normalized_shape, weight and bias.
 inline void check_norm(const Norm& norm, const Tensor& input, c10::SymIntArrayRef normalized_shape,
                        const OptionalTensor& weight, const OptionalTensor& bias,
@@ -83,8 +89,7 @@ inline void check_norm(const Norm& norm, const Tensor& input, c10::SymIntArrayRe
   if (bias.has_value() && bias->defined()) {
     check_beside(norm, "bias", *bias, input, normalized_shape, "normalized_shape");
   }
-  TORCH_CHECK(!norm.eps.has_value() || std::isfinite(*norm.eps), "fusednorm::", norm.op,
-              ": eps: expected a finite number, got ", *norm.eps);
+  check_eps(norm);
   TORCH_CHECK(std::isfinite(norm.weight_offset), "fusednorm::", norm.op,
               ": weight_offset: expected a finite number, got ", norm.weight_offset);
   TORCH_CHECK(norm.casting_mode == "default" || norm.llama(), "fusednorm::", norm.op,

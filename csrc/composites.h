@@ -14,9 +14,11 @@ namespace fusednorm {
 constexpr at::ScalarType kComposite = at::kDouble;
 
 struct NormalizedRows {
-  Tensor x_hat, rstd, deviation;  // deviation: sqrt(variance), with eps_outside only
-  std::vector<int64_t> dims;      // the normalized dimensions
-  c10::SymInt divisor;            // N - ddof
+  Tensor x_hat, rstd;
+  Tensor deviation;           // sqrt(variance), with eps_outside only
+  Tensor clamped;             // which rows are, with clamp only
+  std::vector<int64_t> dims;  // the normalized dimensions
+  c10::SymInt divisor;        // N - ddof, or 1 with clamp
 };
 
 inline NormalizedRows normalize_rows(const Norm& norm, const Tensor& input,
@@ -28,14 +30,18 @@ inline NormalizedRows normalize_rows(const Norm& norm, const Tensor& input,
     cols *= input.sym_size(-static_cast<int64_t>(i));
   }
   const NormParams params = norm.params(accumulation_dtype(input.scalar_type()));
-  rows.divisor = cols - params.ddof;
+  rows.divisor = params.clamp ? c10::SymInt(1) : cols - params.ddof;
   Tensor x = input.to(kComposite);
   if (norm.centered) {
     x = x - x.mean(rows.dims, /*keepdim=*/true);
     x = x - x.mean(rows.dims, /*keepdim=*/true);  // what the first mean's rounding left
   }
   const Tensor variance = (x * x).sum(rows.dims, /*keepdim=*/true) / rows.divisor;
-  if (params.eps_outside) {
+  if (params.clamp) {
+    rows.clamped = variance.detach().sqrt() <= params.eps;  // as the kernels' backward has it
+    rows.rstd =
+        variance.masked_fill(rows.clamped, 1).rsqrt().masked_fill(rows.clamped, 1 / params.eps);
+  } else if (params.eps_outside) {
     // At 0 the derivative of the root is taken as 0: the root of 1 is differentiated there instead.
     const Tensor zero = variance == 0;
     rows.deviation = variance.masked_fill(zero, 1).sqrt().masked_fill(zero, 0);
@@ -85,6 +91,7 @@ inline ThreeTensors composite_gradients(const Norm& norm, const BackwardInputs& 
       projection =
           (projection / (rows.deviation.masked_fill(zero, 1) * rows.rstd)).masked_fill(zero, 0);
     }
+    if (norm.clamp) projection = projection.masked_fill(rows.clamped, 0);
     grad_input = g - rows.x_hat * projection;
     if (norm.centered) grad_input = grad_input - g.mean(rows.dims, /*keepdim=*/true);
     grad_input = grad_input * rows.rstd;

@@ -63,6 +63,12 @@ FUSEDNORM_API at::Tensor group_norm(const at::Tensor& input, int64_t num_groups,
                                     const std::optional<at::Tensor>& weight = {},
                                     const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
 
+/// ScaleNorm (Nguyen and Salazar 2019): y = g * x / max(|x|, eps), |x| the Euclidean norm over the
+/// last dimension; g a tensor of one element, eps above 0. Where |x| < eps the gradient is that of
+/// g * x / eps.
+FUSEDNORM_API at::Tensor scale_norm(const at::Tensor& input, const at::Tensor& g,
+                                    double eps = 1e-5);
+
 /// layer_norm together with what backward needs: (output, mean, rstd); mean and rstd have the
 /// leading dimensions' shape, are fp32 (fp64 for fp64) and carry no gradient. out_dtype: the
 /// input's, or fp32 for 16-bit inputs.

@@ -3,6 +3,7 @@
 #include "dispatch.h"
 #include "fusednorm.h"
 #include "meta.h"
+#include "scale_norm.h"
 
 // What an operator takes apart from its tensors, as api.md orders it.
 #define FN_LAYER_NORM_OPTIONS "float weight_offset=0.0, bool eps_outside=False, bool unbiased=False"
@@ -37,6 +38,21 @@ TORCH_LIBRARY(fusednorm, m) {
       "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
       "Tensor rstd, Tensor? weight, float? eps, bool[2] output_mask, *, " FN_RMS_NORM_OPTIONS
       ") -> (Tensor, Tensor)",
+      tags);
+
+  m.def("scale_norm(Tensor input, Tensor g, float eps=1e-5) -> Tensor", tags);
+  // Not part of the interface: what scale_norm calls.
+  m.def(
+      "_scale_rows(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float eps=1e-5) "
+      "-> Tensor",
+      tags);
+  m.def(
+      "_scale_rows_forward(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, "
+      "float eps=1e-5, *, ScalarType? out_dtype=None) -> (Tensor output, Tensor rstd)",
+      tags);
+  m.def(
+      "_scale_rows_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
+      "Tensor rstd, Tensor? weight, float eps, bool[2] output_mask) -> (Tensor, Tensor)",
       tags);
 
 #define FN_LAYER_NORM_ARGUMENTS                                                         \
@@ -93,6 +109,10 @@ Tensor dispatch_output(const Norm& norm, const ForwardInputs& in, Keys keys) {
     return call(handle, keys, in.input, in.normalized_shape, in.weight, in.bias, *norm.eps,
                 norm.weight_offset, norm.eps_outside, norm.unbiased);
   }
+  if (norm.clamp) {
+    static const auto handle = find("fusednorm::_scale_rows", Schema::scale_rows);
+    return call(handle, keys, in.input, in.normalized_shape, in.weight, *norm.eps);
+  }
   static const auto handle = find("fusednorm::rms_norm", Schema::rms_norm);
   return call(handle, keys, in.input, in.normalized_shape, in.weight, norm.eps, norm.weight_offset,
               norm.casting_mode);
@@ -104,6 +124,12 @@ ThreeTensors dispatch_forward(const Norm& norm, const ForwardInputs& in,
     static const auto handle = find("fusednorm::layer_norm_forward", Schema::layer_norm_forward);
     return call(handle, keys, in.input, in.normalized_shape, in.weight, in.bias, *norm.eps,
                 norm.weight_offset, norm.eps_outside, norm.unbiased, out_dtype);
+  }
+  if (norm.clamp) {
+    static const auto handle = find("fusednorm::_scale_rows_forward", Schema::scale_rows_forward);
+    auto [output, rstd] =
+        call(handle, keys, in.input, in.normalized_shape, in.weight, *norm.eps, out_dtype);
+    return {std::move(output), Tensor(), std::move(rstd)};
   }
   static const auto handle = find("fusednorm::rms_norm_forward", Schema::rms_norm_forward);
   auto [output, rstd] = call(handle, keys, in.input, in.normalized_shape, in.weight, norm.eps,
@@ -118,11 +144,17 @@ ThreeTensors dispatch_backward(const Norm& norm, const BackwardInputs& in, Keys 
                 in.weight, in.bias, *norm.eps, in.output_mask, norm.weight_offset, norm.eps_outside,
                 norm.unbiased);
   }
+  const std::array<bool, 2> mask{in.output_mask[0], in.output_mask[1]};
+  if (norm.clamp) {
+    static const auto handle = find("fusednorm::_scale_rows_backward", Schema::scale_rows_backward);
+    auto [grad_input, grad_weight] = call(handle, keys, in.grad_output, in.input,
+                                          in.normalized_shape, in.rstd, in.weight, *norm.eps, mask);
+    return {std::move(grad_input), std::move(grad_weight), Tensor()};
+  }
   static const auto handle = find("fusednorm::rms_norm_backward", Schema::rms_norm_backward);
   auto [grad_input, grad_weight] =
       call(handle, keys, in.grad_output, in.input, in.normalized_shape, in.rstd, in.weight,
-           norm.eps, std::array<bool, 2>{in.output_mask[0], in.output_mask[1]}, norm.weight_offset,
-           norm.casting_mode);
+           norm.eps, mask, norm.weight_offset, norm.casting_mode);
   return {std::move(grad_input), std::move(grad_weight), Tensor()};
 }
 
@@ -207,7 +239,7 @@ void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
 
 void refuse_on(torch::Library& m) {
   for (const std::string norm :
-       {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "group_norm"}) {
+       {"layer_norm", "rms_norm", "_scale_rows", "add_layer_norm", "add_rms_norm", "group_norm"}) {
     for (const char* suffix : {"", "_forward", "_backward"}) {
       m.impl((norm + suffix).c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
     }
@@ -244,6 +276,13 @@ Tensor rms_norm(const Tensor& input, at::IntArrayRef normalized_shape, const Opt
                 std::optional<double> eps, const RmsNormOptions& options) {
   return dispatch_output(norm_of(eps, options),
                          {input, c10::fromIntArrayRefSlow(normalized_shape), weight, {}});
+}
+
+Tensor scale_norm(const Tensor& input, const Tensor& g, double eps) {
+  static const auto handle = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("fusednorm::scale_norm", "")
+                                 .typed<Tensor(const Tensor&, const Tensor&, double)>();
+  return handle.call(input, g, eps);
 }
 
 ThreeTensors layer_norm_forward(const Tensor& input, at::IntArrayRef normalized_shape,
@@ -327,14 +366,23 @@ Tensor add_rms_norm_(const Tensor& input, const Tensor& residual, at::IntArrayRe
       {input, residual, c10::fromIntArrayRefSlow(normalized_shape), weight, {}, alpha});
 }
 
+TORCH_LIBRARY_IMPL(fusednorm, CompositeImplicitAutograd, m) {
+  m.impl("scale_norm", TORCH_FN(scale_norm_by_rows));
+}
 TORCH_LIBRARY_IMPL(fusednorm, Meta, m) { register_operators<MetaBackend>(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCPU, m) { refuse_on(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCsrCPU, m) { refuse_on(m); }
-TORCH_LIBRARY_IMPL(fusednorm, NestedTensorCPU, m) { refuse_on(m); }
+TORCH_LIBRARY_IMPL(fusednorm, NestedTensorCPU, m) {
+  refuse_on(m);
+  m.impl("scale_norm", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
 TORCH_LIBRARY_IMPL(fusednorm, QuantizedCPU, m) { refuse_on(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCUDA, m) { refuse_on(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCsrCUDA, m) { refuse_on(m); }
-TORCH_LIBRARY_IMPL(fusednorm, NestedTensorCUDA, m) { refuse_on(m); }
+TORCH_LIBRARY_IMPL(fusednorm, NestedTensorCUDA, m) {
+  refuse_on(m);
+  m.impl("scale_norm", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
 #if !defined(FUSEDNORM_WITH_CUDA)
 TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) { refuse_on(m); }
 #endif

@@ -33,12 +33,13 @@ struct Norm {
   bool eps_outside = false;
   bool unbiased = false;
   std::string_view casting_mode = "default";
+  bool clamp = false;  // ScaleNorm: see row_norm.h
 
   bool llama() const { return casting_mode == "llama"; }
   /// eps=None is the machine epsilon of the accumulation type (as in torch 2.15).
   NormParams params(at::ScalarType acc_dtype) const {
     const double machine_epsilon = acc_dtype == at::kDouble ? 0x1p-52 : 0x1p-23;
-    return {eps.value_or(machine_epsilon), eps_outside, unbiased ? 1 : 0};
+    return {eps.value_or(machine_epsilon), eps_outside, unbiased ? 1 : 0, clamp};
   }
 };
 
@@ -136,6 +137,41 @@ struct Operators {
     return {std::move(grad_input), std::move(grad_weight)};
   }
 
+  // The rows of scale_norm, which hands over g as the weight of every column.
+  static Norm scale(const char* op, double eps) {
+    return {op, false, eps, 0, false, false, "default", /*clamp=*/true};
+  }
+  static Tensor scale_rows(c10::DispatchKeySet keys, const Tensor& input, Shape shape,
+                           const OptionalTensor& weight, double eps) {
+    return Backend::output(keys, scale("_scale_rows", eps), {input, shape, weight, std::nullopt});
+  }
+  static std::tuple<Tensor, Tensor> scale_rows_forward(c10::DispatchKeySet keys,
+                                                       const Tensor& input, Shape shape,
+                                                       const OptionalTensor& weight, double eps,
+                                                       Dtype out_dtype) {
+    auto [output, mean, rstd] = Backend::forward(keys, scale("_scale_rows", eps),
+                                                 {input, shape, weight, std::nullopt}, out_dtype);
+    return {std::move(output), std::move(rstd)};
+  }
+  static std::tuple<Tensor, Tensor> scale_rows_backward(c10::DispatchKeySet keys,
+                                                        const Tensor& grad_output,
+                                                        const Tensor& input, Shape shape,
+                                                        const Tensor& rstd,
+                                                        const OptionalTensor& weight, double eps,
+                                                        std::array<bool, 2> output_mask) {
+    auto [grad_input, grad_weight, none] =
+        Backend::backward(keys, scale("_scale_rows_backward", eps),
+                          {grad_output,
+                           input,
+                           shape,
+                           Tensor(),
+                           rstd,
+                           weight,
+                           std::nullopt,
+                           {output_mask[0], output_mask[1], false}});
+    return {std::move(grad_input), std::move(grad_weight)};
+  }
+
   static void register_on(torch::Library& library) {
     library.impl("layer_norm", TORCH_FN(layer_norm));
     library.impl("rms_norm", TORCH_FN(rms_norm));
@@ -143,6 +179,9 @@ struct Operators {
     library.impl("rms_norm_forward", TORCH_FN(rms_norm_forward));
     library.impl("layer_norm_backward", TORCH_FN(layer_norm_backward));
     library.impl("rms_norm_backward", TORCH_FN(rms_norm_backward));
+    library.impl("_scale_rows", TORCH_FN(scale_rows));
+    library.impl("_scale_rows_forward", TORCH_FN(scale_rows_forward));
+    library.impl("_scale_rows_backward", TORCH_FN(scale_rows_backward));
   }
 };
 

@@ -61,6 +61,16 @@ def rms_norm(
     return _affine(x / (x.square().mean(dims, keepdim=True) + eps).sqrt(), weight, None, weight_offset)
 
 
+def scale_norm(x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
+    """ScaleNorm in float64, over the last dimension; g has one element."""
+    x = x.double()
+    # Scaled by a constant, so that squares neither over- nor underflow; the root is not taken of 0.
+    largest = x.detach().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    squares = (x / largest).square().sum(-1, keepdim=True)
+    length = largest * squares.masked_fill(squares == 0, 1).sqrt()
+    return g.double().reshape(()) * (x / length.clamp_min(eps))
+
+
 def accumulation(*dtypes: torch.dtype) -> torch.dtype:
     """What values of these dtypes are added in."""
     return torch.float64 if torch.float64 in dtypes else torch.float32

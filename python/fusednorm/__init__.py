@@ -21,6 +21,7 @@ from fusednorm.monitor import NormMonitor
 from fusednorm.placement import Residual
 from fusednorm.plans import explain
 from fusednorm.power_norm import PowerNorm
+from fusednorm.scale_norm import ScaleNorm
 from fusednorm.stack import ResidualStack
 from fusednorm.warmup import NormWarmup
 
@@ -41,6 +42,7 @@ __all__ = [
     "RMSNorm",
     "Residual",
     "ResidualStack",
+    "ScaleNorm",
     "build_info",
     "cmake_prefix_path",
     "decompositions",

@@ -70,6 +70,23 @@ def _rms_norm(
     return (x_hat if gain is None else x_hat * gain).to(out_dtype)
 
 
+def _scale_rows(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    x, gain = _wide(input, input), _wide(input, weight)
+    assert x is not None
+    y = F.normalize(x, dim=tuple(range(-len(normalized_shape), 0)), eps=eps)  # type: ignore[arg-type]
+    return (y if gain is None else y * gain).to(out_dtype or input.dtype)
+
+
+def _scale_norm(input: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
+    return _scale_rows(input, input.shape[-1:], g.reshape(1), eps)
+
+
 def _with_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The fused residual operator of a norm, in two steps."""
 
@@ -90,6 +107,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {
         ops.layer_norm.default: _layer_norm,
         ops.rms_norm.default: _rms_norm,
+        ops.scale_norm.default: _scale_norm,
+        ops._scale_rows.default: _scale_rows,
         ops.add_layer_norm.default: _with_sum(_layer_norm),
         ops.add_rms_norm.default: _with_sum(_rms_norm),
     }

@@ -53,7 +53,7 @@ def _rule_of(op: Any) -> Any:
 @functools.cache
 def register() -> None:
     """Registers the rules with ``torch.distributed.tensor``; once, whatever the number of calls."""
-    for norm in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"):
+    for norm in ("layer_norm", "rms_norm", "_scale_rows", "add_layer_norm", "add_rms_norm"):
         for suffix in ("", "_forward", "_backward"):
             op = getattr(torch.ops.fusednorm, norm + suffix).default
             register_sharding(op)(_rule_of(op))

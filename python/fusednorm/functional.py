@@ -15,11 +15,20 @@ from torch import Tensor
 from fusednorm._load import _C
 from fusednorm.group_functional import group_norm, instance_norm
 
-__all__ = ["add_layer_norm", "add_rms_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "rms_norm",
+    "scale_norm",
+]
 
 _is_compiling = torch.compiler.is_compiling
 _fast_layer_norm = _C.layer_norm
 _fast_rms_norm = _C.rms_norm
+_fast_scale_norm = _C.scale_norm
 _fast_add_layer_norm = _C.add_layer_norm
 _fast_add_rms_norm = _C.add_rms_norm
 
@@ -129,6 +138,32 @@ def rms_norm(
         weight_offset=weight_offset,
         casting_mode=casting_mode,
     )
+
+
+def scale_norm(input: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
+    r"""ScaleNorm over the last dimension (Nguyen and Salazar 2019): a row's direction times one number.
+
+    .. math:: y = g \cdot \frac{x}{\max(\lVert x \rVert_2, \epsilon)}
+
+    Args:
+        input: ``[*, N]``.
+        g: a tensor of one element, of any of the four dtypes. Its gradient is summed in fp32 (fp64 for fp64)
+            over the rows, in fp64 over the columns, and then rounded to its dtype.
+        eps: the least that a row is divided by, above 0. Rows no longer than that are multiplied by
+            ``g / eps``, and so are their gradients.
+
+    Returns:
+        A contiguous tensor of the input's shape and dtype.
+
+    Raises:
+        RuntimeError: an argument of the wrong shape, dtype, device or layout, or eps not above 0.
+    """
+    if not _is_compiling():
+        output = _fast_scale_norm(input, g, eps)
+        if output is not None:
+            return output  # type: ignore[no-any-return]
+        _prepare_for_subclass("scale_norm", input)
+    return torch.ops.fusednorm.scale_norm.default(input, g, eps)  # type: ignore[no-any-return]
 
 
 def add_layer_norm(

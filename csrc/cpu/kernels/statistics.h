@@ -134,8 +134,8 @@ struct ScaledRow {
 template <class Statistics, class T>
 [[gnu::noinline, gnu::cold]] bool scaled_row(const T* x, int64_t cols, const NormParams& params,
                                              ScaledRow<T>* row) {
-  double largest =
-      params.eps_outside ? __builtin_fabs(params.eps) : __builtin_sqrt(__builtin_fabs(params.eps));
+  const double eps = __builtin_fabs(params.eps);
+  double largest = params.eps_scales_as_x() ? eps : __builtin_sqrt(eps);
   for (int64_t i = 0; i < cols; ++i) {
     const double magnitude = __builtin_fabs(double{element(x + i)});
     if (!(magnitude <= Range<double>::kHuge * 1.05)) return false;
@@ -144,7 +144,8 @@ template <class Statistics, class T>
   if (largest == 0) return false;
   row->exponent = __builtin_ilogb(largest) + 1;
   row->params = params;
-  row->params.eps = __builtin_ldexp(params.eps, (params.eps_outside ? -1 : -2) * row->exponent);
+  row->params.eps =
+      __builtin_ldexp(params.eps, (params.eps_scales_as_x() ? -1 : -2) * row->exponent);
   constexpr int64_t kStep = kParameterStep<T>;
   row->x = new parameter_of<T>[static_cast<unsigned long>((cols + kStep - 1) / kStep * kStep)]();
   for (int64_t i = 0; i < cols; ++i) {

@@ -251,7 +251,7 @@ __device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& 
 template <class acc_t, class Row>
 __device__ __forceinline__ int scaling_exponent(Row& row, Group& group, const NormParams& params) {
   const acc_t eps = std::fabs(static_cast<acc_t>(params.eps));
-  acc_t largest[1] = {params.eps_outside ? eps : std::sqrt(eps)};
+  acc_t largest[1] = {params.eps_scales_as_x() ? eps : std::sqrt(eps)};
   row.for_units([&](int64_t, auto load) {
     acc_t v[Row::kColumns];
     load(v);
@@ -270,7 +270,7 @@ FN_HOST_DEVICE acc_t power_of_two_times(acc_t value, int exponent) {
 }
 
 FN_HOST_DEVICE NormParams scaled(NormParams params, int exponent) {
-  params.eps = std::ldexp(params.eps, (params.eps_outside ? -1 : -2) * exponent);
+  params.eps = std::ldexp(params.eps, (params.eps_scales_as_x() ? -1 : -2) * exponent);
   return params;
 }
 
