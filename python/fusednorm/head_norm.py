@@ -1,5 +1,7 @@
 """A norm over each attention head's ``head_dim``, with a weight for every head."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -62,6 +64,7 @@ class HeadNorm(nn.Module):
         check(head_axis in (-2, -3), "head_axis", "-2 ([B, T, H, D]) or -3 ([B, H, T, D])", head_axis)
         check(not (bias and kind == "rms"), "bias", 'False with kind="rms"', bias)
         check(eps is not None or kind == "rms", "eps", 'a number with kind="layer"', eps)
+        check(eps is None or math.isfinite(eps), "eps", "a finite number", eps)
         super().__init__()
         self.num_heads, self.head_dim = num_heads, head_dim
         self.kind, self.head_axis, self.eps = kind, head_axis, eps
@@ -101,14 +104,19 @@ class HeadNorm(nn.Module):
             )
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
 
-        def per_head(parameter: Tensor) -> Tensor:
+        def per_head(name: str, parameter: Tensor) -> Tensor:
+            if parameter.shape != (self.num_heads, self.head_dim):
+                raise ValueError(
+                    f"fusednorm.HeadNorm: {name}: expected shape {[self.num_heads, self.head_dim]}, "
+                    f"got {list(parameter.shape)}"
+                )
             # torch 2.11, compiled: a conversion to its own dtype cuts the gradient.
             parameter = parameter if parameter.dtype == wide else parameter.to(wide)
             return parameter if heads == -2 else parameter.unsqueeze(-2)
 
-        output = self._normalized(input, wide) * per_head(self.weight)
+        output = self._normalized(input, wide) * per_head("weight", self.weight)
         if self.bias is not None:
-            output = output + per_head(self.bias)
+            output = output + per_head("bias", self.bias)
         return output if output.dtype == input.dtype else output.to(input.dtype)
 
     def extra_repr(self) -> str:
