@@ -25,6 +25,14 @@ kinds = pytest.mark.parametrize("kw", KINDS, ids=["rms", "layer", "layer_bias"])
 axes = pytest.mark.parametrize("head_axis", [-2, -3])
 
 
+@pytest.fixture(params=["default", "by_rows"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device's own way (the CPU's: by heads), and that of all devices but the CPU."""
+    if request.param == "by_rows":
+        monkeypatch.setattr(HeadNorm, "_by_heads", HeadNorm._by_rows)
+    return request.param  # type: ignore[no-any-return]
+
+
 def _module(head_axis: int = -2, dtype: torch.dtype = torch.float32, **kw: Any) -> HeadNorm:
     module = HeadNorm(H, D, head_axis=head_axis, dtype=dtype, **kw)
     for p in module.parameters():
@@ -48,6 +56,7 @@ def _reference(module: HeadNorm, x: Tensor, *parameters: Tensor) -> Tensor:
 @kinds
 @axes
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("way")
 def test_values_and_grads(kw: dict, head_axis: int, dtype: torch.dtype) -> None:
     """Parameters of every dtype; slices as their contiguous copies, bit for bit."""
     for parameter_dtype in DTYPES:
@@ -112,33 +121,34 @@ def test_plain_norms_copy_nothing(norm: NormUnderTest, head_axis: int, dtype: to
         g = torch.randn(2, 5, H, D).to(dtype)
         g = g if head_axis == -2 else g.transpose(1, 2)  # as it comes back through a transposition
         y = norm(x, w, b)
-        assert _copies(lambda: norm(x, w, b)) == []
+        assert _copies(lambda x=x: norm(x, w, b)) == []
         assert _copies(lambda y=y, x=x, g=g: torch.autograd.grad(y, [x, w], g)) == []
 
 
 @kinds
 @axes
-def test_head_norm_copies_nothing(kw: dict, head_axis: int) -> None:
-    """In fp32 there is no conversion either."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_norm_copies_nothing(kw: dict, head_axis: int, dtype: torch.dtype) -> None:
+    """The CPU's own way: no copy, and no conversion of 16 bits."""
     module = _module(head_axis, **kw)
-    for x in _packed(head_axis, torch.float32)[1:]:
+    for x in _packed(head_axis, dtype)[1:]:
         x = x.detach().requires_grad_()
         y = module(x)
-        g = torch.randn(y.shape)
+        g = torch.randn(y.shape).to(dtype)
         assert _copies(lambda x=x: module(x)) == []
         assert _copies(lambda y=y, x=x, g=g: torch.autograd.grad(y, [x, module.weight], g)) == []
 
 
-@axes
-def test_head_norm_in_16_bits_converts_the_output_alone(head_axis: int) -> None:
-    module = _module(head_axis)
-    x = _packed(head_axis, torch.bfloat16)[1].detach().requires_grad_()
-    y = module(x)
-    # _to_copy and the copy_ inside it: once forward (output), once backward (its gradient).
-    assert _copies(lambda: module(x)) == ["aten::_to_copy", "aten::copy_"]
-    g = torch.randn_like(y)
-    copies = _copies(lambda: torch.autograd.grad(y, [x, module.weight], g))
-    assert copies == ["aten::_to_copy", "aten::copy_"]
+def test_saved_tensors_for_grad() -> None:
+    """On the CPU: the input where it lies, the weight, and the rows' statistics."""
+    module, (_, q, _) = _module(), _packed(-2, torch.bfloat16)
+    q = q.detach().requires_grad_()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        module(q)
+    given = {t.untyped_storage().data_ptr() for t in (q, module.weight)}
+    kept = [t for t in saved if t.untyped_storage().data_ptr() not in given]
+    assert sum(t.numel() for t in kept) == 2 * 5 * H  # rstd
 
 
 # ---- Autograd, compile, state --------------------------------------------------------------------------
@@ -146,6 +156,7 @@ def test_head_norm_in_16_bits_converts_the_output_alone(head_axis: int) -> None:
 
 @kinds
 @axes
+@pytest.mark.usefixtures("way")
 def test_gradcheck(kw: dict, head_axis: int) -> None:
     module = HeadNorm(2, 3, head_axis=head_axis, dtype=torch.float64, eps=0.1, **kw)
     shape = (2, 2, 2, 3)
@@ -163,6 +174,7 @@ def test_gradcheck(kw: dict, head_axis: int) -> None:
 @kinds
 @axes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("way")
 def test_compile_and_grads(kw: dict, head_axis: int, dtype: torch.dtype) -> None:
     torch.compiler.reset()
     module = _module(head_axis, **kw)
@@ -175,6 +187,7 @@ def test_compile_and_grads(kw: dict, head_axis: int, dtype: torch.dtype) -> None
     assert all(torch.equal(a, e) for a, e in zip(got, expected, strict=True))
 
 
+@pytest.mark.usefixtures("way")
 def test_vmap_and_jvp() -> None:
     for kw in KINDS:
         module = _module(**kw).double()
@@ -185,6 +198,7 @@ def test_vmap_and_jvp() -> None:
         close(got, torch.func.jvp(lambda x, m=module: _reference(m, x), (x,), (t,)))
 
 
+@pytest.mark.usefixtures("way")
 def test_threads_and_batch_do_not_change_bits() -> None:
     module, x = HeadNorm(8, 64, kind="layer", bias=True), torch.randn(64, 16, 8, 64).to(torch.bfloat16)
     torch.set_num_threads(1)
@@ -193,6 +207,7 @@ def test_threads_and_batch_do_not_change_bits() -> None:
     assert torch.equal(module(x), y) and torch.equal(module(x[3:4]), y[3:4])
 
 
+@pytest.mark.usefixtures("way")
 def test_requires_grad_and_zero_rows() -> None:
     for kw in KINDS:
         module = _module(**kw)
@@ -221,6 +236,7 @@ def test_state_and_copies() -> None:
     assert repr(HeadNorm(3, 20)) == "HeadNorm(3, 20, kind='rms', head_axis=-2, eps=1e-06, bias=False)"
 
 
+@pytest.mark.usefixtures("way")
 def test_eps_none_is_rms_norms() -> None:
     x = torch.randn(2, 5, H, D) * 1e-4
     for dtype in (torch.float32, torch.bfloat16):
