@@ -137,8 +137,8 @@ def test_running_statistics_are_refused() -> None:
             r"expected 6 channels \(num_features\), got 5 in dimension 1 of shape \[2, 5, 7\]$",
         ),
         (None, (5, 7), r"expected 6 channels \(num_features\), got 5 in dimension 0 of shape \[5, 7\]$"),
-        (1, (2, 6, 5, 7), r"input: expected shape .* with 1 dimension.*got \[2, 6, 5, 7\]"),
-        (2, (6, 5), r"input: expected shape .* with 2 dimensions.*got \[6, 5\]"),
+        (1, (2, 6, 5, 7), r"input: expected shape .* with 1 \(spatial_dims\).*got \[2, 6, 5, 7\]"),
+        (2, (6, 5), r"input: expected shape .* with 2 \(spatial_dims\).*got \[6, 5\]"),
         (2, (5, 6, 7), r"expected 6 channels \(num_features\), got 5 in dimension 0"),
     ],
 )

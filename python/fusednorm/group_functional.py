@@ -12,16 +12,9 @@ from torch import Tensor
 __all__ = ["group_norm", "instance_norm"]
 
 
-def _group_norm(
-    name: str, input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
+def _refuse_nested(op: str, input: Tensor) -> None:
     if isinstance(input, Tensor) and input.is_nested:  # jagged tensors' own message names no argument
-        raise RuntimeError(
-            f"fusednorm::{name}: input: expected a dense (strided) tensor, got a nested tensor"
-        )
-    return torch.ops.fusednorm.group_norm.default(  # type: ignore[no-any-return]
-        input, num_groups, weight, bias, eps
-    )
+        raise RuntimeError(f"fusednorm::{op}: input: expected a dense (strided) tensor, got a nested tensor")
 
 
 def group_norm(
@@ -51,7 +44,10 @@ def group_norm(
     Raises:
         RuntimeError: an argument of the wrong shape, dtype, device or layout.
     """
-    return _group_norm("group_norm", input, num_groups, weight, bias, eps)
+    _refuse_nested("group_norm", input)
+    return torch.ops.fusednorm.group_norm.default(  # type: ignore[no-any-return]
+        input, num_groups, weight, bias, eps
+    )
 
 
 def instance_norm(
@@ -95,6 +91,7 @@ def instance_norm(
             f"fusednorm::instance_norm: use_input_stats: expected True, got {use_input_stats}: "
             "there are no running statistics here; torch.nn.functional.instance_norm has them"
         )
+    _refuse_nested("instance_norm", input)
     if input.dim() < 2:
         raise RuntimeError(
             f"fusednorm::instance_norm: input: expected shape [N, C, *], got {list(input.shape)}"
@@ -104,4 +101,6 @@ def instance_norm(
             "fusednorm::instance_norm: input: Expected more than 1 spatial element when training, "
             f"got input size {list(input.shape)}"
         )
-    return _group_norm("instance_norm", input, input.shape[1], weight, bias, eps)
+    return torch.ops.fusednorm.group_norm.default(  # type: ignore[no-any-return]
+        input, input.shape[1], weight, bias, eps
+    )

@@ -82,9 +82,9 @@ class InstanceNorm(_InstanceNorm):
         """Whether the input has no batch dimension."""
         dims, spatial = input.dim(), self.spatial_dims
         if dims not in ((2, 3, 4, 5) if spatial is None else (spatial + 1, spatial + 2)):
-            expected = (
-                "[N, C, *] or [C, L]" if spatial is None else f"[N, C, *] or [C, *] with {spatial} dimensions"
-            )
+            expected = "[N, C, *] or [C, L], with 1 to 3 dimensions"
+            if spatial is not None:
+                expected = f"[N, C, *] or [C, *], with {spatial} (spatial_dims)"
             raise ValueError(
                 f"fusednorm.InstanceNorm: input: expected shape {expected} after the channels, "
                 f"got {list(input.shape)}"
