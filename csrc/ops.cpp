@@ -369,6 +369,9 @@ Tensor add_rms_norm_(const Tensor& input, const Tensor& residual, at::IntArrayRe
 TORCH_LIBRARY_IMPL(fusednorm, CompositeImplicitAutograd, m) {
   m.impl("scale_norm", TORCH_FN(scale_norm_by_rows));
 }
+TORCH_LIBRARY_IMPL(fusednorm, FuncTorchBatchedDecomposition, m) {  // else vmap loops over the batch
+  m.impl("scale_norm", TORCH_FN(scale_norm_by_rows));
+}
 TORCH_LIBRARY_IMPL(fusednorm, Meta, m) { register_operators<MetaBackend>(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCPU, m) { refuse_on(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCsrCPU, m) { refuse_on(m); }

@@ -84,7 +84,7 @@ def test_forward_and_gradients(dtype: torch.dtype, cols: int) -> None:
     _check(_rows(5, cols, dtype) + 0.5, torch.tensor([cols**0.5], dtype=dtype))
 
 
-@pytest.mark.parametrize(("x_dtype", "g_dtype"), itertools.product(DTYPES, DTYPES))
+@pytest.mark.parametrize(("x_dtype", "g_dtype"), [*itertools.product(DTYPES, DTYPES)])
 def test_every_pair_of_dtypes_and_its_gradients(x_dtype: torch.dtype, g_dtype: torch.dtype) -> None:
     _check(_rows(7, 33, x_dtype), torch.tensor(-1.7, dtype=g_dtype))  # g of no dimension
 
@@ -231,6 +231,7 @@ def test_gradcheck(shape: tuple[int, ...], g_shape: tuple[int, ...]) -> None:
     assert gradgradcheck(f, (x, g), check_fwd_over_rev=True)
 
 
+@pytest.mark.filterwarnings("error:There is a performance drop")  # vmap without a rule is a loop
 def test_torch_func() -> None:
     """jvp, jacobians both ways, hessian, vmap of grad."""
     inputs = (_rows(4, 5, torch.float64, 3.0, 0.3), torch.tensor([1.5], dtype=torch.float64))
