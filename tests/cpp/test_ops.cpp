@@ -69,6 +69,21 @@ TEST(Ops, ForwardThenBackwardIsAutograd) {
   EXPECT_TRUE(at::allclose(dzw, rms[1], 1e-10, 1e-12));
 }
 
+TEST(Ops, ScaleNorm) {
+  // Lengths 5 and 0.5, the second one clamped to 1: d/dg of the sum is 7/5 + 0.7.
+  const Tensor x = at::tensor({3.0, 4.0, 0.3, 0.4}, at::kDouble).reshape({2, 2}).requires_grad_();
+  const Tensor g = at::full({}, 2.0, at::kDouble).requires_grad_();
+  const Tensor y = fusednorm::scale_norm(x, g, 1.0);
+  const Tensor expected = at::tensor({1.2, 1.6, 0.6, 0.8}, at::kDouble).reshape({2, 2});
+  EXPECT_TRUE(at::allclose(y, expected, 1e-14, 1e-14));
+  const auto grads = torch::autograd::grad({y.sum()}, {x, g});
+  const Tensor dx = at::tensor({0.064, -0.048, 2.0, 2.0}, at::kDouble).reshape({2, 2});
+  EXPECT_TRUE(at::allclose(grads[0], dx, 1e-14, 1e-14));
+  EXPECT_TRUE(at::allclose(grads[1], at::tensor(2.1, at::kDouble), 1e-14, 1e-14));
+  EXPECT_EQ(error_of([&] { fusednorm::scale_norm(x, x[0]); }),
+            "fusednorm::scale_norm: g: expected a tensor of one element, got shape [2]");
+}
+
 TEST(Ops, Bf16BiasGradientDoesNotStall) {
   // field report B07: torch's own stops at 256 a thread.
   const Tensor x = at::tensor({1.0, 3.0}).to(at::kBFloat16).expand({4096, 2}).contiguous();
