@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import NormUnderTest
+from conftest import NormUnderTest, simt_launches
 from reference import DTYPES, HALVES, residual_sum
 from test_add_norm import (  # noqa: F401 (tests there are tests here)
     FP32,
@@ -38,7 +38,7 @@ from test_add_norm import (  # noqa: F401 (tests there are tests here)
     test_several_normalized_dimensions_and_no_parameters,
     test_strides_each_of_its_own,
 )
-from test_simt import ARCHS, FULL, kinds, launches, on, other_memory, plans, rows_for, shifted
+from test_simt import ARCHS, FULL, kinds, on, other_memory, plans, rows_for, shifted
 
 # Of input and residual, as they are fused: kernels of the residual's rows beside the input's dtype.
 ADD_PAIRS = [*((d, d) for d in DTYPES), *((d, FP32) for d in HALVES)]
@@ -104,11 +104,11 @@ def test_one_launch(
     """Forward is one, backward two with the sums over groups of rows."""
     on(monkeypatch, 90)
     tensors = problem((3, 40), dtype, residual_dtype)
-    before = launches()
+    before = simt_launches()
     add_norm(norm, *tensors[:4])
-    assert launches() == before + 1
+    assert simt_launches() == before + 1
     gradients(norm, tensors, *tensors[4:])
-    assert launches() == before + 4
+    assert simt_launches() == before + 4
 
 
 @pytest.mark.parametrize("cols", [70_000, 300_000])
