@@ -292,6 +292,8 @@ def least_double(kernel: Kernel) -> list[str] | None:
     """
     blocks = kernel.blocks
     wide = 128 if any(bits >= 128 for bits in kernel.widths(GLOBAL_STORES)) else 0
+    if kernel.adds and kernel.family == "forward":  # the sum is stored before the row's sums are known
+        wide = min(wide, 8 * kernel.other_chunk)
     waypoints = [frozenset({"DEPBAR"}) if kernel.family == "backward" else GLOBAL_LOADS]
     if any(opcode.startswith("SHFL.BFLY") for opcode in kernel.opcodes):
         waypoints.append(frozenset({"SHFL"}))
