@@ -51,7 +51,10 @@ def check(tensors: tuple[Tensor, ...], groups: int, dtype: torch.dtype) -> None:
     actual = fusednorm.functional.group_norm(narrow[0], groups, narrow[1], narrow[2])
     grads = torch.autograd.grad(actual, narrow, grad)
     for a, e in zip((actual, *grads), (expected, *expected_grads), strict=True):
-        error = float((a.double() - e).abs().max() / e.abs().max()) / torch.finfo(dtype).eps
+        error = (
+            float((a.detach().double() - e.detach()).abs().max() / e.detach().abs().max())
+            / torch.finfo(dtype).eps
+        )
         if not error <= 16:  # sums of up to 10^5 terms of both signs: more than the few ulps of an output
             raise AssertionError(
                 f"GroupNorm: {error:.1f} ulps from float64 for {tuple(inputs[0].shape)} {dtype}"
