@@ -45,7 +45,7 @@ demo gallery: $(VENV)/.installed
 	PYTHONPATH=$(BUILD)/demo/stage $(PY) benchmarks/$@.py $(ARGS)
 
 test: build
-	ctest --test-dir $(BUILD)/cmake --output-on-failure $(ARGS)
+	ctest --test-dir $(BUILD)/cmake -j $(JOBS) --output-on-failure $(ARGS)
 
 # Not what has nothing to show there: one thread runs the kernels, 2^31 elements take hours, a new process has no library.
 test-simt: build
