@@ -192,17 +192,39 @@ struct BackwardCall {
   }
 };
 
+/// What a backward reads, held for as long as its kernels run.
+struct BackwardOperands {
+  Rows grad_output, input;
+  Tensor mean, rstd;
+  Affine weight;
+
+  BackwardOperands(const Norm& norm, const BackwardInputs& in, const Tensor& rows,
+                   at::ScalarType parameter_dtype, const Sizes& sizes)
+      : grad_output(in.grad_output, sizes),
+        input(rows, sizes),
+        mean(in.mean.defined() ? in.mean.contiguous() : Tensor()),
+        rstd(in.rstd.contiguous()),
+        weight(in.weight, norm.weight_offset, parameter_dtype) {
+    if (weight.data == nullptr) weight.fill_with(1, sizes.cols, parameter_dtype);
+  }
+
+  void give(cpu::BackwardArgs* args, const Tensor& grad_input) const {
+    args->grad_output = grad_output.layout;
+    args->input = input.layout;
+    args->mean = mean.defined() ? mean.const_data_ptr() : nullptr;
+    args->rstd = rstd.const_data_ptr();
+    args->weight = weight.data;
+    args->grad_input = grad_input.defined() ? grad_input.data_ptr() : nullptr;
+  }
+};
+
 ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   // Beside a wider grad_output (an fp32 output of a 16-bit input) the input is widened to it.
   const auto dtype = in.grad_output.scalar_type();
   const auto acc_dtype = accumulation_dtype(dtype);
   const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
-  const Rows grad_output(in.grad_output, sizes);
-  const Rows input(in.input.scalar_type() == dtype ? in.input : in.input.to(dtype), sizes);
-  const Tensor mean = in.mean.defined() ? in.mean.contiguous() : Tensor();
-  const Tensor rstd = in.rstd.contiguous();
-  Affine weight(in.weight, norm.weight_offset, dtype);
-  if (weight.data == nullptr) weight.fill_with(1, sizes.cols, dtype);
+  const BackwardOperands operands(
+      norm, in, in.input.scalar_type() == dtype ? in.input : in.input.to(dtype), dtype, sizes);
 
   const auto shape = C10_AS_INTARRAYREF_SLOW(in.normalized_shape);
   BackwardCall call;
@@ -222,12 +244,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   for (int k = 0; k < 2; ++k) call.computes[k] = call.gradients[k].defined();
   call.rows = sizes.rows;
   call.grain_rows = kGrainBytes / std::max<int64_t>(1, sizes.cols * in.grad_output.element_size());
-  call.args.grad_output = grad_output.layout;
-  call.args.input = input.layout;
-  call.args.mean = mean.defined() ? mean.const_data_ptr() : nullptr;
-  call.args.rstd = rstd.const_data_ptr();
-  call.args.weight = weight.data;
-  call.args.grad_input = grad_input.defined() ? grad_input.data_ptr() : nullptr;
+  operands.give(&call.args, grad_input);
   call.args.cols = sizes.cols;
   call.args.params = norm.params(acc_dtype);
   call.args.round_x_hat = rounding_of(norm, in.input);
@@ -288,8 +305,7 @@ void split(const Tensor& gradient, size_t normalized_dims, const OptionalTensor&
                 [&](int64_t begin, int64_t end) { kernels().split(args, begin, end); });
 }
 
-// ---- The residual add, fused; in two steps for the pairs of dtypes that no fused kernel takes
-// ----
+// ---- The residual add, fused; in two steps where no fused kernel takes the dtypes ----
 
 struct Cpu {
   static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor&) {
@@ -360,17 +376,13 @@ FourTensors Cpu::add_backward_rows(const Norm& norm, const AddBackwardInputs& in
   if (pair == cpu::kNoAddPair || in.input_dtype != dtype || !in.wants_sum() || sizes.cols == 0) {
     return TwoSteps<Cpu>::backward(norm, in);
   }
-  const Rows grad_output(in.grad_output, sizes), input(in.residual_out, sizes);
   std::optional<Rows> other;
   if (adds) other.emplace(*in.grad_residual_out, sizes);
-  const Tensor mean = in.mean.defined() ? in.mean.contiguous() : Tensor();
-  const Tensor rstd = in.rstd.contiguous();
-  const auto parameter_dtype = pair < kNumDTypes ? dtype : at::kFloat;
-  Affine weight(in.weight, norm.weight_offset, parameter_dtype);
-  if (weight.data == nullptr) weight.fill_with(1, sizes.cols, parameter_dtype);
+  const BackwardInputs of_norm = in.of_norm();
+  const BackwardOperands operands(norm, of_norm, in.residual_out,
+                                  pair < kNumDTypes ? dtype : at::kFloat, sizes);
 
   const auto shape = C10_AS_INTARRAYREF_SLOW(in.normalized_shape);
-  const BackwardInputs of_norm = in.of_norm();
   BackwardCall call;
   Tensor grad_input, grad_residual;
   if (in.output_mask[0]) grad_input = fusednorm::empty(in.residual_out.sizes(), dtype);
@@ -392,12 +404,7 @@ FourTensors Cpu::add_backward_rows(const Norm& norm, const AddBackwardInputs& in
   split.grad_residual = grad_residual.defined() ? grad_residual.data_ptr() : nullptr;
   split.alpha = in.alpha;
   call.args.split = &split;
-  call.args.grad_output = grad_output.layout;
-  call.args.input = input.layout;
-  call.args.mean = mean.defined() ? mean.const_data_ptr() : nullptr;
-  call.args.rstd = rstd.const_data_ptr();
-  call.args.weight = weight.data;
-  call.args.grad_input = grad_input.defined() ? grad_input.data_ptr() : nullptr;
+  operands.give(&call.args, grad_input);
   call.args.cols = sizes.cols;
   call.args.params = norm.params(accumulation_dtype(residual_dtype));
   call.args.round_x_hat = rounding_of(norm, in.residual_out);
