@@ -40,24 +40,44 @@ DType rounding_of(const Norm& norm, const Tensor& input) {
   return norm.llama() ? dtype_of(input.scalar_type()) : DType::kFloat64;
 }
 
+/// What a forward reads, held for as long as its kernels run.
+struct ForwardOperands {
+  Rows input;
+  Affine weight, bias;
+
+  ForwardOperands(const Norm& norm, const Tensor& rows, const OptionalTensor& weight_in,
+                  const OptionalTensor& bias_in, at::ScalarType parameter_dtype, const Sizes& sizes)
+      : input(rows, sizes),
+        weight(weight_in, norm.weight_offset, parameter_dtype),
+        bias(bias_in, 0, parameter_dtype) {
+    if (bias.data != nullptr && weight.data == nullptr) {
+      weight.fill_with(1, sizes.cols, parameter_dtype);
+    }
+  }
+
+  void give(cpu::ForwardArgs* args, const Tensor& output, const Tensor& mean,
+            const Tensor& rstd) const {
+    args->input = input.layout;
+    args->output = output.data_ptr();
+    args->mean = mean.defined() ? mean.data_ptr() : nullptr;
+    args->rstd = rstd.defined() ? rstd.data_ptr() : nullptr;
+    args->weight = weight.data;
+    args->bias = bias.data;
+  }
+};
+
 void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& output,
                   const Tensor& mean, const Tensor& rstd) {
   const auto dtype = output.scalar_type();
   const auto acc_dtype = accumulation_dtype(dtype);
   const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
   // A wider output is that of the input widened first: the kernel sees one dtype.
-  const Rows rows(in.input.scalar_type() == dtype ? in.input : in.input.to(dtype), sizes);
-  Affine weight(in.weight, norm.weight_offset, dtype);
-  const Affine bias(in.bias, 0, dtype);
-  if (bias.data != nullptr && weight.data == nullptr) weight.fill_with(1, sizes.cols, dtype);
+  const ForwardOperands operands(norm,
+                                 in.input.scalar_type() == dtype ? in.input : in.input.to(dtype),
+                                 in.weight, in.bias, dtype, sizes);
 
   cpu::ForwardArgs args;
-  args.input = rows.layout;
-  args.output = output.data_ptr();
-  args.mean = mean.defined() ? mean.data_ptr() : nullptr;
-  args.rstd = rstd.defined() ? rstd.data_ptr() : nullptr;
-  args.weight = weight.data;
-  args.bias = bias.data;
+  operands.give(&args, output, mean, rstd);
   args.cols = sizes.cols;
   args.params = norm.params(acc_dtype);
   args.round_x_hat = rounding_of(norm, in.input);
@@ -337,24 +357,15 @@ void Cpu::add_forward_rows(const Norm& norm, const AddInputs& in, const Tensor& 
       !collapse(residual_out, sizes.leading_dims, &add.residual_out_rows)) {
     return TwoSteps<Cpu>::forward(norm, in, output, residual_out, mean, rstd);
   }
-  const Rows input(in.input, sizes), residual(in.residual, sizes);
-  const auto parameter_dtype = pair < kNumDTypes ? dtype : at::kFloat;
-  Affine weight(in.weight, norm.weight_offset, parameter_dtype);
-  const Affine bias(in.bias, 0, parameter_dtype);
-  if (bias.data != nullptr && weight.data == nullptr) {
-    weight.fill_with(1, sizes.cols, parameter_dtype);
-  }
+  const Rows residual(in.residual, sizes);
+  const ForwardOperands operands(norm, in.input, in.weight, in.bias,
+                                 pair < kNumDTypes ? dtype : at::kFloat, sizes);
   add.residual = residual.layout;
   add.residual_out = residual_out.data_ptr();
   add.alpha = in.alpha;
   cpu::ForwardArgs args;
   args.add = &add;
-  args.input = input.layout;
-  args.output = output.data_ptr();
-  args.mean = mean.defined() ? mean.data_ptr() : nullptr;
-  args.rstd = rstd.defined() ? rstd.data_ptr() : nullptr;
-  args.weight = weight.data;
-  args.bias = bias.data;
+  operands.give(&args, output, mean, rstd);
   args.cols = sizes.cols;
   args.params = norm.params(accumulation_dtype(residual_dtype));
   args.round_x_hat = rounding_of(norm, residual_out);
