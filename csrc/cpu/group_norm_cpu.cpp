@@ -63,7 +63,7 @@ struct Cpu {
     args.weight = weight.data;
     args.bias = bias.data;
     args.params = group.norm.params(acc_dtype);
-    args.beyond_cache = beyond_cache(2 * input.numel() * input.element_size());
+    args.past_caches = exceeds_cache(2 * input.numel() * input.element_size());
     kernels().group_norm.forward[static_cast<int>(dtype_of(dtype))](args, parallel());
     return {output, mean, rstd};
   }
@@ -111,7 +111,7 @@ struct Cpu {
     args.grad_weight_dtype = dtype_of(checks::grad_weight_dtype(in));
     args.grad_bias_dtype = dtype_of(checks::grad_bias_dtype(in));
     args.params = group.norm.params(acc_dtype);
-    args.beyond_cache = beyond_cache(3 * input.numel() * input.element_size());
+    args.past_caches = exceeds_cache(3 * input.numel() * input.element_size());
     kernels().group_norm.backward[static_cast<int>(dtype_of(dtype))](args, parallel());
     return {grad_input, grad_weight, grad_bias};
   }

@@ -69,8 +69,8 @@ struct Affine {
   }
 };
 
-/// Whether a call moves more than a core's last-level cache is likely to hold. A constant: what the
+/// Whether so much is more than a core's last-level cache is likely to hold. A constant: what the
 /// system reports may be the sum over all sockets (402 MB where a core has 32).
-inline bool beyond_cache(int64_t bytes) { return bytes > int64_t{32} << 20; }
+inline bool exceeds_cache(int64_t bytes) { return bytes > int64_t{32} << 20; }
 
 }  // namespace fusednorm

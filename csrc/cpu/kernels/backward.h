@@ -70,6 +70,22 @@ template <class Statistics, bool kInput, class In, class T>
   result->scale[0] = result->scale[1] = 1;
 }
 
+struct Yes {
+  static constexpr bool value = true;
+};
+struct No {
+  static constexpr bool value = false;
+};
+/// Calls f with Yes or No: a flag of a call becomes one of the compiler's.
+template <class F>
+FN_INLINE void with_flag(bool flag, F f) {
+  if (flag) {
+    f(Yes{});
+  } else {
+    f(No{});
+  }
+}
+
 /// Where the gradient of a row goes: to grad_input.
 template <class T>
 struct GradInputStore {
@@ -78,10 +94,13 @@ struct GradInputStore {
   static FN_INLINE GradInputStore of(const BackwardArgs& args, int64_t r) {
     return {static_cast<T*>(args.grad_input) + r * args.cols};
   }
+  static FN_INLINE bool may_stream(const BackwardArgs& args) {
+    return rows_may_stream(static_cast<T*>(args.grad_input), args.cols);
+  }
   FN_INLINE Touch touch() const { return {reinterpret_cast<char*>(grad_input), sizeof(T)}; }
   template <class Columns>
-  FN_INLINE void put(int64_t i, vector_of<T> d, Columns part) const {
-    store(grad_input + i, d, part);
+  FN_INLINE void put(int64_t i, vector_of<T> d, Columns part, bool past_caches) const {
+    write(grad_input + i, d, part, past_caches);
   }
 };
 
@@ -103,16 +122,20 @@ struct SplitStore {
             dx != nullptr ? dx + r * args.cols : nullptr,
             dr != nullptr ? dr + r * args.cols : nullptr, static_cast<acc_of<R>>(split.alpha)};
   }
+  static FN_INLINE bool may_stream(const BackwardArgs& args) {
+    return rows_may_stream(static_cast<T*>(args.grad_input), args.cols) &&
+           rows_may_stream(static_cast<R*>(args.split->grad_residual), args.cols);
+  }
   FN_INLINE Touch touch() const {
     if (grad_input == nullptr) return {reinterpret_cast<char*>(grad_residual), sizeof(R)};
     return {reinterpret_cast<char*>(grad_input), sizeof(T)};
   }
   template <class Columns>
-  FN_INLINE void put(int64_t i, vector_of<T> d, Columns part) const {
+  FN_INLINE void put(int64_t i, vector_of<T> d, Columns part, bool past_caches) const {
     if (grad_residual_out != nullptr) d = d + load(grad_residual_out + i, part);
-    if (grad_input != nullptr) store(grad_input + i, d, part);
+    if (grad_input != nullptr) write(grad_input + i, d, part, past_caches);
     if (grad_residual != nullptr) {
-      store(grad_residual + i, Broadcast<vector_of<R>>::of(alpha) * d, part);
+      write(grad_residual + i, Broadcast<vector_of<R>>::of(alpha) * d, part, past_caches);
     }
   }
 };
@@ -135,12 +158,13 @@ struct ParameterSums {
 };
 
 /// grad_input of kRows rows for columns [begin, end), begin a multiple of kLanes; the sums take the
-/// rows in order, one addition each.
+/// rows in order, one addition each. past_caches: rows of grad_input lie on whole vectors and are
+/// streamed.
 template <class Statistics, bool kInput, bool kWeight, bool kBias, int kRows, class Rounding,
           class In, class T, class Store>
 [[gnu::noinline]] void backward_apply(const RowBlock<kRows, In, T, Store>& block,
                                       const parameter_of<T>* weight, int64_t begin, int64_t end,
-                                      const ParameterSums<T>& sums,
+                                      const ParameterSums<T>& sums, bool past_caches,
                                       const NextPairs<In, T, kRows>& next) {
   using V = vector_of<T>;
   // Scaled rows come alone; an ordinary one that comes alone is multiplied by 1, which is exact.
@@ -167,32 +191,41 @@ template <class Statistics, bool kInput, bool kWeight, bool kBias, int kRows, cl
   parameter_of<T>* const grad_weight = sums.grad_weight;
   parameter_of<T>* const grad_bias = sums.grad_bias;
   const bool first = sums.first;
-  for_columns_with_next<T>(begin, end, next, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-    V w{}, dw{}, db{};
-    if constexpr (kInput) w = load(weight + i, part);
-    if constexpr (kWeight) {
-      if (!first) dw = load(grad_weight + i, part);
-    }
-    if constexpr (kBias) {
-      if (!first) db = load(grad_bias + i, part);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      const V g = load(grad_output[r] + i, part);
-      const V x_hat = normalize<Statistics, VectorMath>(load(x[r] + i, part), mean[r], rstd[r],
-                                                        minus_shift_rstd[r]);
-      if constexpr (kInput) {
-        V d = grad_input<Statistics, VectorMath>(g * w, x_hat, mean_g[r], minus_projection[r],
-                                                 rstd[r]);
-        if constexpr (kScaled) d = d * scale0 * scale1;
-        out[r].put(i, d, part);
+  const auto columns = [&](auto past) FN_LAMBDA_INLINE {
+    for_columns_with_next<T>(begin, end, next, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
+      V w{}, dw{}, db{};
+      if constexpr (kInput) w = load(weight + i, part);
+      if constexpr (kWeight) {
+        if (!first) dw = load(grad_weight + i, part);
       }
-      if constexpr (kWeight) dw = mul_add(g, Rounding::round(x_hat), dw);
-      if constexpr (kBias) db = db + g;
-    }
-    if constexpr (kWeight) store(grad_weight + i, dw, part);
-    if constexpr (kBias) store(grad_bias + i, db, part);
-  });
+      if constexpr (kBias) {
+        if (!first) db = load(grad_bias + i, part);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const V g = load(grad_output[r] + i, part);
+        const V x_hat = normalize<Statistics, VectorMath>(load(x[r] + i, part), mean[r], rstd[r],
+                                                          minus_shift_rstd[r]);
+        if constexpr (kInput) {
+          V d = grad_input<Statistics, VectorMath>(g * w, x_hat, mean_g[r], minus_projection[r],
+                                                   rstd[r]);
+          if constexpr (kScaled) d = d * scale0 * scale1;
+          out[r].put(i, d, part, past.value);
+        }
+        if constexpr (kWeight) dw = mul_add(g, Rounding::round(x_hat), dw);
+        if constexpr (kBias) db = db + g;
+      }
+      if constexpr (kWeight) store(grad_weight + i, dw, part);
+      if constexpr (kBias) store(grad_bias + i, db, part);
+    });
+  };
+  // Where one sum is wanted without the other, or a row is left over, it is not worth a loop more.
+  constexpr bool kStreams = kInput && kRows > 1 && (kWeight == kBias || !Statistics::kCentered);
+  if constexpr (kStreams) {
+    with_flag(past_caches, columns);
+  } else {
+    columns(No{});
+  }
 }
 
 /// The rows of a call, and the sweeps over them. In: the input's elements; T: grad_output's.
@@ -203,6 +236,7 @@ struct BackwardRows {
   template <int kRows>
   using Block = RowBlock<kRows, In, T, Store>;
   const BackwardArgs& args;
+  const bool past_caches = args.past_caches && kInput && Store::may_stream(args);
 
   const In* input(int64_t r) const {
     return static_cast<const In*>(args.input.data) + args.input.offset(r);
@@ -222,7 +256,7 @@ struct BackwardRows {
 
   FN_INLINE void terms(int64_t r, BackwardRow<acc_t>* row) const {
     Touch touch;
-    if (kInput && args.beyond_cache) touch = Store::of(args, r).touch();
+    if (kInput && args.ask_early && !past_caches) touch = Store::of(args, r).touch();
     backward_row<Statistics, kInput>(input(r), grad_output(r), weight(), args.cols, mean(r),
                                      rstd(r), args.params, touch, row);
   }
@@ -242,7 +276,7 @@ struct BackwardRows {
                        const ParameterSums<T>& sums,
                        const NextPairs<X, T, kRows>& next = {}) const {
     backward_apply<Statistics, kInput, kWeight, kBias, kRows, Rounding>(block, weight(), begin, end,
-                                                                        sums, next);
+                                                                        sums, past_caches, next);
   }
 
   void one_row(int64_t r, const ParameterSums<T>& sums) const {
@@ -282,7 +316,7 @@ struct BackwardRows {
       for (int k = 0; k < kBlockRows; ++k) terms(r + k, &block.rows[k]);
       // In fp32 the memory is busy enough as it is (16384 x 768: 5.5 ms, with this 6.2).
       NextPairs<In, T, kBlockRows> next;
-      if (sizeof(In) == 2 && args.beyond_cache && r + 2 * kBlockRows <= row_end) {
+      if (sizeof(In) == 2 && args.ask_early && r + 2 * kBlockRows <= row_end) {
         for (int k = 0; k < kBlockRows; ++k) {
           next.first.data[k] = input(r + kBlockRows + k);
           next.second.data[k] = grad_output(r + kBlockRows + k);
@@ -295,6 +329,7 @@ struct BackwardRows {
       one_row(r, sums);
       sums.first = false;
     }
+    if (past_caches) end_streaming();
   }
 
   bool all_terms(int64_t row_begin, int64_t row_end, BackwardRow<acc_t>* rows) const {
@@ -316,24 +351,9 @@ struct BackwardRows {
     int64_t r = 0;
     for (; r + kBlockRows <= row_count; r += kBlockRows) block_of(Block<kBlockRows>{}, r);
     for (; r < row_count; ++r) block_of(Block<1>{}, r);
+    if (past_caches) end_streaming();
   }
 };
-
-struct Yes {
-  static constexpr bool value = true;
-};
-struct No {
-  static constexpr bool value = false;
-};
-/// Calls f with Yes or No: a flag of a call becomes one of the compiler's.
-template <class F>
-FN_INLINE void with_flag(bool flag, F f) {
-  if (flag) {
-    f(Yes{});
-  } else {
-    f(No{});
-  }
-}
 
 /// Calls f with the BackwardRows of what is wanted.
 template <class Statistics, class T, class F>

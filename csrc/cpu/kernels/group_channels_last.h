@@ -360,7 +360,7 @@ void channels_last_forward_block(const GroupForwardArgs& args, const Blocking<T>
     block.spread(g, rows[g].minus_shift_rstd, space.array(2));
   }
 
-  const bool past_caches = args.beyond_cache && block.may_stream(y);
+  const bool past_caches = args.past_caches && block.may_stream(y);
   const acc_t* const weight = static_cast<const acc_t*>(args.weight);
   if (weight == nullptr) {
     apply_channels<Normalize<false>>(blocking, block, parallel, x, y, past_caches, space, weight,
@@ -524,7 +524,7 @@ void channels_last_backward_block(const GroupBackwardArgs& args, const Blocking<
     block.spread(g, k.minus_projection, space.array(4));
   }
   if (dx != nullptr) {
-    const bool past_caches = args.beyond_cache && block.may_stream(dx);
+    const bool past_caches = args.past_caches && block.may_stream(dx);
     apply_channels<GradInput>(blocking, block, parallel, x, grad_output, dx, past_caches, space,
                               weight);
   }

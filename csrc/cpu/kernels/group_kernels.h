@@ -40,7 +40,7 @@ struct GroupForwardArgs {
   const void* weight = nullptr;  // accumulation type, one a channel; null: 1, and then no bias
   const void* bias = nullptr;    // likewise; not null where there is a weight
   NormParams params;
-  bool beyond_cache = false;  // the caches hold less than input and output
+  bool past_caches = false;  // the caches hold less than input and output
 };
 
 struct GroupBackwardArgs {
@@ -55,7 +55,7 @@ struct GroupBackwardArgs {
   void* grad_bias = nullptr;     // likewise
   DType grad_weight_dtype = DType::kFloat32, grad_bias_dtype = DType::kFloat32;
   NormParams params;
-  bool beyond_cache = false;  // as in GroupForwardArgs
+  bool past_caches = false;  // as in GroupForwardArgs
 };
 
 using GroupForwardKernel = void (*)(const GroupForwardArgs&, const Parallel&);

@@ -54,20 +54,19 @@ FN_INLINE void store_group(const GroupForwardArgs& args, int64_t group, const In
                                                       minus_shift_rstd);
   };
   if (args.weight == nullptr) {
-    return write_columns(y, args.shape.cols(), args.beyond_cache,
+    return write_columns(y, args.shape.cols(), args.past_caches,
                          [&](int64_t i, auto part) FN_LAMBDA_INLINE { return x_hat(i, part); });
   }
   const acc_t* weight = static_cast<const acc_t*>(args.weight) + group * channels;
   const acc_t* bias = static_cast<const acc_t*>(args.bias) + group * channels;
   if (spatial == 1) {
-    return write_columns(
-        y, channels, args.beyond_cache, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-          return mul_add(x_hat(i, part), load(weight + i, part), load(bias + i, part));
-        });
+    return write_columns(y, channels, args.past_caches, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
+      return mul_add(x_hat(i, part), load(weight + i, part), load(bias + i, part));
+    });
   }
   for (int64_t c = 0; c < channels; ++c, x += spatial, y += spatial) {
     const V w = Broadcast<V>::of(weight[c]), b = Broadcast<V>::of(bias[c]);
-    write_columns(y, spatial, args.beyond_cache, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
+    write_columns(y, spatial, args.past_caches, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
       return mul_add(x_hat(i, part), w, b);
     });
   }
@@ -109,7 +108,7 @@ void group_rows_forward(const GroupForwardArgs& args, const Parallel& parallel) 
                    group_forward_row(args, r % groups, input + r * cols, output + r * cols, &row);
                    save_statistics(args, r, row);
                  }
-                 if (args.beyond_cache) end_streaming();
+                 if (args.past_caches) end_streaming();
                });
 }
 
@@ -167,7 +166,7 @@ struct GroupRow {
   double* grad_bias;
   acc_of<T> mean, rstd;
   acc_of<T> scale[2];  // of a scaled row: grad_input is multiplied by both
-  bool beyond_cache;
+  bool past_caches;
 };
 
 template <class acc_t>
@@ -284,7 +283,7 @@ FN_INLINE void group_backward_runs(const GroupShape& shape, const NormParams& pa
     const T* const grad_output = row.grad_output + c * spatial;
     T* const dx = row.grad_input + c * spatial;
     const V w = Broadcast<V>::of(row.weight == nullptr ? acc_t(1) : row.weight[c]);
-    write_columns(dx, spatial, row.beyond_cache, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
+    write_columns(dx, spatial, row.past_caches, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
       const V x_hat =
           normalize<LayerNormStatistics, VectorMath>(load(x + i, part), mean, rstd, minus_shift);
       V d = grad_input<LayerNormStatistics, VectorMath>(load(grad_output + i, part) * w, x_hat,
@@ -379,7 +378,7 @@ void group_backward_row(const GroupShape& shape, const NormParams& params,
                                  scaled.statistics.rstd,
                                  {static_cast<acc_t>(__builtin_ldexp(1.0, -half)),
                                   static_cast<acc_t>(__builtin_ldexp(1.0, half - scaled.exponent))},
-                                 row.beyond_cache};
+                                 row.past_caches};
   group_backward_row_of<true>(shape, scaled.params, other, sums);
 }
 
@@ -413,12 +412,12 @@ void group_rows_backward(const GroupBackwardArgs& args, const Parallel& parallel
                                      static_cast<const acc_t*>(args.mean)[r],
                                      static_cast<const acc_t*>(args.rstd)[r],
                                      {1, 1},
-                                     args.beyond_cache},
+                                     args.past_caches},
                                     sums.data);
             }
           }
         }
-        if (args.beyond_cache) end_streaming();
+        if (args.past_caches) end_streaming();
       });
   gradients.finish();
 }

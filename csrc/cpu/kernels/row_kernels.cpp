@@ -17,13 +17,13 @@ namespace {
 // clang-format off
 #include "simd.h"
 #include "columns.h"
+#include "stream.h"
 #include "loads.h"
 #include "statistics.h"
 #include "forward.h"
 #include "backward.h"
 #include "parameters.h"
 #include "residual.h"
-#include "stream.h"
 #include "group_rows.h"
 #include "group_channels_last.h"
 // clang-format on

@@ -28,7 +28,7 @@ struct ForwardArgs {
   /// and kFloat32: to nothing.
   DType round_x_hat = DType::kFloat64;
   /// The caches hold less than input and output: worth asking for the next rows early.
-  bool beyond_cache = false;
+  bool ask_early = false;
   /// The fused add's residual; its own input, dtypes and cols are not read.
   const AddArgs* add = nullptr;
 };
@@ -43,7 +43,10 @@ struct BackwardArgs {
   int64_t cols = 0;
   NormParams params;
   DType round_x_hat = DType::kFloat64;  // for grad_weight only
-  bool beyond_cache = false;            // as in ForwardArgs
+  bool ask_early = false;               // as in ForwardArgs
+  /// What is written is better not kept in the caches; where it does not lie on whole vectors it
+  /// is.
+  bool past_caches = false;
   /// The fused add's: what is added to the gradient, and grad_residual.
   const SplitArgs* split = nullptr;
 };

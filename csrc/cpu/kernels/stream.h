@@ -33,6 +33,16 @@ FN_INLINE void stream(T* p, f32v a) {
 #endif
 }
 
+FN_INLINE void stream(paired_bfloat16* p, f32x2 a) {
+#if defined(FUSEDNORM_AVX512)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)narrow_pairs(a));
+#elif defined(FUSEDNORM_AVX2)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)narrow_pairs(a));
+#else
+  store(p, a);
+#endif
+}
+
 /// After the last of them, before another thread may read.
 FN_INLINE void end_streaming() {
 #if defined(FUSEDNORM_AVX512) || defined(FUSEDNORM_AVX2)
@@ -56,6 +66,13 @@ FN_INLINE void write(T* p, vector_of<T> a, Part part, bool) {
 template <class T>
 FN_INLINE bool may_stream(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % (kLanes<T> * sizeof(T)) == 0;
+}
+
+/// Whether rows of `cols` that follow each other from `p` on (null: there are none) can be
+/// streamed.
+template <class T>
+FN_INLINE bool rows_may_stream(const T* p, int64_t cols) {
+  return may_stream(p) && cols % kLanes<T> == 0;
 }
 
 // Shorter runs than this end too often inside a line, which then is read after all, and written
