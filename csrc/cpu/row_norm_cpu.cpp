@@ -17,22 +17,31 @@
 namespace fusednorm {
 namespace {
 
-/// Whether the tensors that are in use around a call, so many of `bytes` each, are likely to be
-/// more than the last-level cache holds beside others' data.
-bool beyond_cache(int64_t tensors, int64_t bytes) { return tensors * bytes > int64_t{20} << 20; }
+// A tensor of this size is one of about four around a call, and the last-level cache does not hold
+// all four beside others' data.
+constexpr int64_t kPartOfCache = int64_t{5} << 20;
 
 /// Whether what comes next is worth asking for early. Not rows of more than 64 KB: four of them
 /// early in the second-level cache drive out what is needed now.
-bool worth_asking_early(int64_t tensors, int64_t bytes, int64_t row_bytes) {
-  return beyond_cache(tensors, bytes) && row_bytes <= 64 << 10;
+bool worth_asking_early(int64_t bytes, int64_t row_bytes, int64_t from = kPartOfCache) {
+  return bytes > from && row_bytes <= 64 << 10;
+}
+
+/// In a forward (2048 x 768 fp32, its output not in cache: 292 us, 184 so; all in cache: 145, 169).
+/// In 16 bits there is more to compute for a byte, and it pays later (4096 x 768: 286 us, 380;
+/// 2048 x 4096: 1063, 896).
+bool forward_asks_early(const Tensor& output, const Sizes& sizes) {
+  const int64_t element_size = output.element_size();
+  return worth_asking_early(static_cast<int64_t>(output.nbytes()), sizes.cols * element_size,
+                            element_size > 2 ? kPartOfCache : 2 * kPartOfCache);
 }
 
 /// Whether a backward's gradients are better stored past the caches. In fp32 they are as soon as
-/// all tensors around the call exceed the caches, even if the gradient is read right after (with a
+/// the tensors around the call exceed the caches, even if the gradient is read right after (with a
 /// pass over it, 2048 x 768: 408 us stored, 386 streamed; 4096 x 1024: 1871, 1580); in 16 bits only
 /// where the gradient alone does (4096 x 1024: 803, 844; 8192 x 4096: 11.7 ms, 8.9).
 bool past_caches(int64_t element_size, int64_t bytes) {
-  return element_size > 2 ? beyond_cache(4, bytes) : exceeds_cache(bytes);
+  return element_size > 2 ? bytes > kPartOfCache : exceeds_cache(bytes);
 }
 
 // A thread is worth waking (0.65 us) for about this much of a row's traffic.
@@ -91,12 +100,7 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   args.cols = sizes.cols;
   args.params = norm.params(acc_dtype);
   args.round_x_hat = rounding_of(norm, in.input);
-  // In fp32 as if there were four tensors (2048 x 768, its output not in cache: 292 us, 184 so; all
-  // in cache: 145, 169). In 16 bits there is more to compute for a byte, and it pays later
-  // (4096 x 768: 286 us, 380; 2048 x 4096: 1063, 896).
-  args.ask_early =
-      worth_asking_early(output.element_size() > 2 ? 4 : 2, static_cast<int64_t>(output.nbytes()),
-                         sizes.cols * output.element_size());
+  args.ask_early = forward_asks_early(output, sizes);
   const int kernel_dtype = static_cast<int>(dtype_of(dtype));
   const auto kernel = norm.centered ? kernels().layer_norm_forward[kernel_dtype]
                                     : kernels().rms_norm_forward[kernel_dtype];
@@ -283,7 +287,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   call.args.round_x_hat = rounding_of(norm, in.input);
   const int64_t element_size = in.grad_output.element_size();
   const int64_t bytes = in.grad_output.numel() * element_size;
-  call.args.ask_early = worth_asking_early(4, bytes, sizes.cols * element_size);
+  call.args.ask_early = worth_asking_early(bytes, sizes.cols * element_size);
   call.args.past_caches = past_caches(element_size, bytes);
 
   if (in.output_mask[0] || call.parameters() != 0) call.run();
@@ -384,9 +388,7 @@ void Cpu::add_forward_rows(const Norm& norm, const AddInputs& in, const Tensor& 
   args.cols = sizes.cols;
   args.params = norm.params(accumulation_dtype(residual_dtype));
   args.round_x_hat = rounding_of(norm, residual_out);
-  args.ask_early =
-      worth_asking_early(rstd.defined() ? 6 : 4, static_cast<int64_t>(residual_out.nbytes()),
-                         sizes.cols * residual_out.element_size());
+  args.ask_early = forward_asks_early(residual_out, sizes);
   const auto kernel =
       norm.centered ? kernels().add_layer_norm_forward[pair] : kernels().add_rms_norm_forward[pair];
   parallel_rows(sizes, output.element_size() + residual_out.element_size(),
@@ -436,7 +438,7 @@ FourTensors Cpu::add_backward_rows(const Norm& norm, const AddBackwardInputs& in
   call.args.round_x_hat = rounding_of(norm, in.residual_out);
   const int64_t element_size = in.residual_out.element_size();
   const int64_t bytes = in.residual_out.numel() * element_size;
-  call.args.ask_early = worth_asking_early(6, bytes, sizes.cols * element_size);
+  call.args.ask_early = worth_asking_early(bytes, sizes.cols * element_size);
   call.args.past_caches = past_caches(element_size, bytes);
   call.run();
   return {std::move(grad_input), std::move(grad_residual), std::move(call.gradients[0]),
