@@ -70,22 +70,6 @@ template <class Statistics, bool kInput, class In, class T>
   result->scale[0] = result->scale[1] = 1;
 }
 
-struct Yes {
-  static constexpr bool value = true;
-};
-struct No {
-  static constexpr bool value = false;
-};
-/// Calls f with Yes or No: a flag of a call becomes one of the compiler's.
-template <class F>
-FN_INLINE void with_flag(bool flag, F f) {
-  if (flag) {
-    f(Yes{});
-  } else {
-    f(No{});
-  }
-}
-
 /// Where the gradient of a row goes: to grad_input.
 template <class T>
 struct GradInputStore {

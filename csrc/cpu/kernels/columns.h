@@ -8,6 +8,28 @@ struct Part {
   int count;
 };
 
+struct Yes {
+  static constexpr bool value = true;
+};
+struct No {
+  static constexpr bool value = false;
+};
+/// Calls f with Yes or No: a flag of a call becomes one of the compiler's.
+template <class F>
+FN_INLINE void with_flag(bool flag, F f) {
+  if (flag) {
+    f(Yes{});
+  } else {
+    f(No{});
+  }
+}
+
+/// A number that the compiler knows.
+template <int kValue>
+struct Count {
+  static constexpr int value = kValue;
+};
+
 template <class T>
 FN_INLINE vector_of<T> load(const T* p, Full) {
   return load(p);

@@ -16,11 +16,6 @@ constexpr int kStrip = 2;
 // How far ahead memory is asked for: where a piece of a position ends, prefetchers lose the track.
 constexpr int64_t kAheadPositions = 16;
 
-template <int n>
-struct Count {
-  static constexpr int value = n;
-};
-
 /// body(first channel, number of vectors, part): strips of whole vectors, whole vectors, one part.
 template <class T, class Body>
 FN_INLINE void for_strips(int64_t channels, Body body) {
