@@ -25,6 +25,10 @@ if SIMT_LIBRARY:
     torch.ops.load_library(SIMT_LIBRARY)
 
 
+# What depends on a CPU's caches, at sizes that the executor would take minutes for.
+of_the_cpu = pytest.mark.skipif(bool(SIMT_LIBRARY or TEST_DEVICE), reason="of the CPU's kernels")
+
+
 def simt_launches() -> int:
     """How many CUDA kernels the host has executed so far."""
     function = ctypes.CDLL(SIMT_LIBRARY).fusednorm_simt_launches

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fusednorm
 import reference
-from conftest import NORMS, NormUnderTest
+from conftest import NORMS, NormUnderTest, of_the_cpu
 from reference import DTYPES, HALVES, accumulation, residual_sum, round_once, ulps
 from test_values import FORWARD_ULPS
 
@@ -162,6 +162,20 @@ def test_sizes_around_vectors_and_blocks(norm: NormUnderTest, dtype: torch.dtype
         check_values(norm, tensors, 1.7)
         if cols > 1:  # a single element's x_hat is 0: the bounds have nothing to scale by
             check_gradients(norm, tensors, 1.7)
+
+
+@of_the_cpu
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype", "rows", "cols"),
+    [(FP32, FP32, 1503, 1024), (FP32, FP32, 1501, 1023), (BF16, FP32, 387, 4096), (BF16, BF16, 4099, 4096)],
+)
+def test_beyond_the_caches(
+    norm: NormUnderTest, dtype: torch.dtype, residual_dtype: torch.dtype, rows: int, cols: int
+) -> None:
+    """Where rows are asked for early and gradients streamed past the caches (test_guarantees.py)."""
+    tensors = problem((rows, cols), dtype, residual_dtype)
+    check_values(norm, tensors, 1.0)
+    check_gradients(norm, tensors, 1.0)
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)

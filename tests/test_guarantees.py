@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import NORMS, NormUnderTest
+from conftest import NORMS, NormUnderTest, of_the_cpu
 from reference import DTYPES
 
 
@@ -57,6 +57,38 @@ def test_row_bits_do_not_depend_on_the_batch(norm: NormUnderTest, dtype: torch.d
     for rows in (1, 2, 3, 4, 5, 15, 16, 17, 255, 256, 257):
         assert torch.equal(whole[:rows], norm(x[:rows], w, b))
         assert torch.equal(dx[:rows], _grads(norm, x[:rows], w, b, g[:rows])[0])
+
+
+# More than the caches are taken to hold, where rows are asked for early and gradients streamed past the
+# caches: whole vectors, not whole vectors, parameters that crowd the first cache, rows too long to ask for
+# early; and in 16 bits the sizes from which on the forward and the backward do so.
+BEYOND_CACHES = [
+    (torch.float32, 1502, 1024),
+    (torch.float32, 1501, 1023),
+    (torch.float32, 386, 4096),
+    (torch.float32, 82, 17000),
+    (torch.float64, 802, 1024),
+    (torch.bfloat16, 5302, 1024),
+    (torch.bfloat16, 4099, 4096),
+    (torch.float16, 4099, 4096),
+]
+
+
+@of_the_cpu
+@pytest.mark.parametrize(("dtype", "rows", "cols"), BEYOND_CACHES)
+def test_row_bits_do_not_depend_on_the_caches(
+    norm: NormUnderTest, dtype: torch.dtype, rows: int, cols: int
+) -> None:
+    x, w, b, g = (
+        t.to(dtype) for t in (torch.randn(s) for s in ((rows, cols), (cols,), (cols,), (rows, cols)))
+    )
+    whole, dx = norm(x, w, b), _grads(norm, x, w, b, g)[0]
+    (alone,) = torch.autograd.grad(norm(leaf := x.detach().requires_grad_(), w, b), leaf, g)
+    assert torch.equal(dx, alone)  # without parameters' gradients
+    for begin in (0, rows // 2 - 1, rows - 9):
+        part = slice(begin, begin + 9)
+        assert torch.equal(whole[part], norm(x[part], w, b))
+        assert torch.equal(dx[part], _grads(norm, x[part], w, b, g[part])[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import reference
-from conftest import NORMS, NormUnderTest
+from conftest import NORMS, NormUnderTest, of_the_cpu
 from reference import DTYPES, HALVES, ulps
 
 # Around vectors (2 to 16 lanes), the unrolled step, the sum block (up to 1024), and far from a power of 2.
@@ -94,6 +94,17 @@ def check_gradients(norm: NormUnderTest, x: Tensor, weight: Tensor, bias: Tensor
         error = (grad.double() - want).abs()
         worst = (error - bound).argmax()
         assert (error <= bound).all(), (of.shape, error.flatten()[worst], bound.flatten()[worst])
+
+
+@of_the_cpu
+@pytest.mark.parametrize(
+    ("dtype", "rows", "cols"),
+    [(torch.float32, 1503, 1024), (torch.float32, 1501, 1023), (torch.bfloat16, 4099, 4096)],
+)
+def test_beyond_the_caches(norm: NormUnderTest, dtype: torch.dtype, rows: int, cols: int) -> None:
+    """Where gradients are streamed past the caches, and where they do not lie on whole vectors."""
+    x, weight, bias, g = _problem(rows, cols, dtype, offset=0.5)
+    check_gradients(norm, x, weight, bias, g)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
