@@ -162,7 +162,14 @@ FN_INLINE void block_sums(int64_t begin, int64_t end, Body body, const Touch& to
 
 template <class T, int kSums, class Body>
 FN_INLINE void row_sums(int64_t cols, Body body, double (&sums)[kSums], const Touch& touch = {}) {
-  constexpr int64_t kBlock = kBlockSteps * kUnroll<T> * kLanes<T>;
+  constexpr int64_t kStep = kUnroll<T> * kLanes<T>, kBlock = kBlockSteps * kStep;
+  if (cols < kStep) {  // the other accumulators would stay empty
+    vector_of<T> acc[kSums] = {};
+    for_columns<T>(cols, [&](int64_t i, auto part) FN_LAMBDA_INLINE { body(i, part, acc); });
+#pragma GCC unroll 4
+    for (int k = 0; k < kSums; ++k) sums[k] = sum_lanes(acc[k]);
+    return;
+  }
   vector_of<T> total[kSums];
   if (cols <= kBlock) {
     block_sums<T>(0, cols, body, touch, total);
@@ -170,9 +177,12 @@ FN_INLINE void row_sums(int64_t cols, Body body, double (&sums)[kSums], const To
     PairwiseSum<vector_of<T>> blocks[kSums];
     for (int64_t begin = 0; begin < cols; begin += kBlock) {
       block_sums<T>(begin, begin + kBlock < cols ? begin + kBlock : cols, body, touch, total);
+#pragma GCC unroll 4
       for (int k = 0; k < kSums; ++k) blocks[k].add(total[k]);
     }
+#pragma GCC unroll 4
     for (int k = 0; k < kSums; ++k) total[k] = blocks[k].total();
   }
+#pragma GCC unroll 4
   for (int k = 0; k < kSums; ++k) sums[k] = sum_lanes(total[k]);
 }
