@@ -111,7 +111,10 @@ struct Cpu {
     args.grad_weight_dtype = dtype_of(checks::grad_weight_dtype(in));
     args.grad_bias_dtype = dtype_of(checks::grad_bias_dtype(in));
     args.params = group.norm.params(acc_dtype);
-    args.past_caches = exceeds_cache(3 * input.numel() * input.element_size());
+    // As for rows (row_norm_cpu.cpp), but in 16 bits earlier: there is less to compute for a byte
+    // (8 x 320 x 64 x 64, with a pass over the gradient: 2.9 ms stored, 2.6 streamed).
+    args.past_caches = static_cast<int64_t>(input.nbytes()) >
+                       (input.element_size() > 2 ? kPartOfCache : 2 * kPartOfCache);
     kernels().group_norm.backward[static_cast<int>(dtype_of(dtype))](args, parallel());
     return {grad_input, grad_weight, grad_bias};
   }

@@ -73,4 +73,8 @@ struct Affine {
 /// system reports may be the sum over all sockets (402 MB where a core has 32).
 inline bool exceeds_cache(int64_t bytes) { return bytes > int64_t{32} << 20; }
 
+// A tensor of this size is one of about four around a call, and the last-level cache does not hold
+// all four beside others' data.
+constexpr int64_t kPartOfCache = int64_t{5} << 20;
+
 }  // namespace fusednorm

@@ -17,10 +17,6 @@
 namespace fusednorm {
 namespace {
 
-// A tensor of this size is one of about four around a call, and the last-level cache does not hold
-// all four beside others' data.
-constexpr int64_t kPartOfCache = int64_t{5} << 20;
-
 /// Whether what comes next is worth asking for early. Not rows of more than 64 KB: four of them
 /// early in the second-level cache drive out what is needed now.
 bool worth_asking_early(int64_t bytes, int64_t row_bytes, int64_t from = kPartOfCache) {
