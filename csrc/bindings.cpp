@@ -47,17 +47,20 @@ bool bool_of(PyObject* object) {
   return object == Py_True;
 }
 
+int64_t int_of(PyObject* object) {
+  if (!PyLong_CheckExact(object)) throw NotFast();
+  const int64_t value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred()) throw python_error();
+  return value;
+}
+
 c10::SmallVector<int64_t, 4> shape_of(PyObject* object) {
   const bool is_list = PyList_Check(object);
   if (!is_list && !PyTuple_Check(object)) throw NotFast();
   c10::SmallVector<int64_t, 4> shape;
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
   for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(object, i);
-    if (!PyLong_CheckExact(item)) throw NotFast();
-    const int64_t value = PyLong_AsLongLong(item);
-    if (value == -1 && PyErr_Occurred()) throw python_error();
-    shape.push_back(value);
+    shape.push_back(int_of(PySequence_Fast_GET_ITEM(object, i)));
   }
   return shape;
 }
@@ -132,6 +135,18 @@ PyObject* scale_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const double eps = double_of(a[2]);
     pybind11::gil_scoped_release no_gil;
     return fusednorm::scale_norm(input, g, eps);
+  });
+}
+
+// (input, num_groups, weight, bias, eps)
+PyObject* group_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return fast_call(args, count, 5, [](PyObject* const* a) {
+    const Tensor& input = tensor_of(a[0]);
+    const int64_t num_groups = int_of(a[1]);
+    const auto weight = optional_tensor_of(a[2]), bias = optional_tensor_of(a[3]);
+    const double eps = double_of(a[4]);
+    pybind11::gil_scoped_release no_gil;
+    return fusednorm::group_norm(input, num_groups, weight, bias, eps);
   });
 }
 
@@ -242,6 +257,8 @@ PyMethodDef kFastMethods[] = {
     {"rms_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(rms_norm)), METH_FASTCALL,
      nullptr},
     {"scale_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(scale_norm)),
+     METH_FASTCALL, nullptr},
+    {"group_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(group_norm)),
      METH_FASTCALL, nullptr},
     {"add_layer_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(add_layer_norm)),
      METH_FASTCALL, nullptr},

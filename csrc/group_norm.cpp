@@ -301,6 +301,31 @@ struct AutogradBackend {
   }
 };
 
+// ---- AutocastCUDA ----
+
+#if defined(FUSEDNORM_WITH_CUDA)
+/// fp32 under autocast, as torch's; its input is widened first, for there is no kernel that would.
+struct AutocastBackend {
+  static Tensor widened(const Tensor& input) {
+    return at::isReducedFloatingType(input.scalar_type()) ? input.to(at::kFloat) : input;
+  }
+  static Tensor output(c10::DispatchKeySet, const GroupNorm& group, const ForwardInputs& in) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    return dispatch_output(group, {widened(in.input), {}, in.weight, in.bias});
+  }
+  static ThreeTensors forward(c10::DispatchKeySet, const GroupNorm& group,
+                              const ForwardInputs& in) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    return dispatch_forward(group, {widened(in.input), {}, in.weight, in.bias});
+  }
+  static ThreeTensors backward(c10::DispatchKeySet, const GroupNorm& group,
+                               const BackwardInputs& in) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    return dispatch_backward(group, in);
+  }
+};
+#endif
+
 }  // namespace
 
 // ---- The public C++ function ----
@@ -317,6 +342,7 @@ TORCH_LIBRARY_IMPL(fusednorm, FuncTorchBatchedDecomposition, m) {
 }
 #if defined(FUSEDNORM_WITH_CUDA)
 TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) { GroupOperators<CompositeBackend>::register_on(m); }
+TORCH_LIBRARY_IMPL(fusednorm, AutocastCUDA, m) { GroupOperators<AutocastBackend>::register_on(m); }
 #endif
 
 }  // namespace fusednorm

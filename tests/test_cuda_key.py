@@ -68,6 +68,21 @@ def test_autocast_leaves_wide_inputs(norm: NormUnderTest, dtype: torch.dtype) ->
 
 
 @cuda_build
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float64])
+def test_autocast_of_group_norm(dtype: torch.dtype) -> None:
+    """fp32 for 16 bits, of the input widened first; what is wide already stays."""
+    x = torch.randn(2, 6, 5).to(dtype).requires_grad_()
+    w, b = torch.randn(6).to(dtype), torch.randn(6)
+    op = torch.ops.fusednorm.group_norm.default
+    y = _under(torch._C.DispatchKey.AutocastCUDA, op, x, 3, w, b, 1e-5)
+    wide = x.detach().to(torch.float32 if dtype in HALVES else dtype).requires_grad_()
+    expected = op(wide, 3, w, b, 1e-5)
+    assert y.dtype == wide.dtype and torch.equal(y, expected)
+    (dx,), (want,) = (torch.autograd.grad(o.square().sum(), t) for o, t in ((y, x), (expected, wide)))
+    assert dx.dtype == dtype and torch.equal(dx, want.to(dtype))
+
+
+@cuda_build
 def test_autocast_is_what_the_functions_meet(norm: NormUnderTest) -> None:
     """Through the dispatcher, with the CUDA tensors there can be without a GPU."""
     was = torch.is_autocast_enabled("cuda")

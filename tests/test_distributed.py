@@ -107,6 +107,27 @@ def _check_add_dtensor(norm: NormUnderTest) -> None:
                 torch.testing.assert_close(_whole(module(dx, dr)[0]), expected[0])
 
 
+def _check_group_dtensor(norm: NormUnderTest) -> None:
+    """Samples stay sharded; a sample that is cut is brought together. ``norm``: with a group or a channel."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    x, g = torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+
+    def make() -> nn.Module:
+        return fusednorm.GroupNorm(3, 6) if norm.has_bias else fusednorm.InstanceNorm(6, affine=True)
+
+    y, grads = _expected(make(), x, g)
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        module = distribute_module(make(), mesh)
+        dx = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        out = module(dx)
+        if placement == Shard(0):
+            assert out.placements == (placement,)
+        torch.testing.assert_close(_whole(out), y)
+        out.backward(distribute_tensor(g, mesh, [placement]))
+        for got, want in zip([dx.grad, *(p.grad for p in module.parameters())], grads, strict=True):
+            torch.testing.assert_close(_whole(got), want)
+
+
 def _check_sequence_parallel(norm: NormUnderTest) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     x, g = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
@@ -146,7 +167,14 @@ def _check_fsdp(norm: NormUnderTest) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [_check_dtensor, _check_add_dtensor, _check_sequence_parallel, _check_data_parallel, _check_fsdp],
+    [
+        _check_dtensor,
+        _check_add_dtensor,
+        _check_group_dtensor,
+        _check_sequence_parallel,
+        _check_data_parallel,
+        _check_fsdp,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_two_processes(norm: NormUnderTest, check: Callable[..., None]) -> None:

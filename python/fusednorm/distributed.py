@@ -44,7 +44,9 @@ def _rule_of(op: Any) -> Any:
             kinds = {**dict.fromkeys(_ROWS, rows), **dict.fromkeys(_PARAMETERS, Replicate())}
             return outputs, [None if value is None else kinds.get(name) for name, value in given.items()]
 
-        leading = range(len(rows_of.shape) - len(given["normalized_shape"]))
+        # A row of the group norms is part of a sample, in the first dimension.
+        dims = len(rows_of.shape) - len(given["normalized_shape"]) if "normalized_shape" in given else 1
+        leading = range(dims)
         return [case(Replicate(), Replicate())] + [case(Shard(d), Partial()) for d in leading]
 
     return rule
@@ -53,7 +55,7 @@ def _rule_of(op: Any) -> Any:
 @functools.cache
 def register() -> None:
     """Registers the rules with ``torch.distributed.tensor``; once, whatever the number of calls."""
-    for norm in ("layer_norm", "rms_norm", "_scale_rows", "add_layer_norm", "add_rms_norm"):
+    for norm in ("layer_norm", "rms_norm", "_scale_rows", "group_norm", "add_layer_norm", "add_rms_norm"):
         for suffix in ("", "_forward", "_backward"):
             op = getattr(torch.ops.fusednorm, norm + suffix).default
             register_sharding(op)(_rule_of(op))

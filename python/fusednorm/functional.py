@@ -6,13 +6,13 @@ and dtype (``group_norm`` and ``instance_norm``: of its memory format). A wrong 
 raises a ``RuntimeError`` that names the operator, the argument, what was expected and what was given.
 """
 
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fusednorm._load import _C
+from fusednorm._subclasses import prepare_for_subclass
 from fusednorm.group_functional import group_norm, instance_norm
 
 __all__ = [
@@ -31,16 +31,6 @@ _fast_rms_norm = _C.rms_norm
 _fast_scale_norm = _C.scale_norm
 _fast_add_layer_norm = _C.add_layer_norm
 _fast_add_rms_norm = _C.add_rms_norm
-
-
-def _prepare_for_subclass(op: str, input: Tensor) -> None:
-    """DTensor learns our operators when it first arrives; jagged tensors, which could not, are refused."""
-    if isinstance(input, Tensor) and input.is_nested:
-        raise RuntimeError(f"fusednorm::{op}: input: expected a dense (strided) tensor, got a nested tensor")
-    if "torch.distributed.tensor" in sys.modules:
-        from fusednorm import distributed
-
-        distributed.register()
 
 
 def layer_norm(
@@ -82,7 +72,7 @@ def layer_norm(
         )
         if output is not None:
             return output  # type: ignore[no-any-return]
-        _prepare_for_subclass("layer_norm", input)
+        prepare_for_subclass("layer_norm", input)
     return torch.ops.fusednorm.layer_norm.default(  # type: ignore[no-any-return]
         input,
         normalized_shape,
@@ -129,7 +119,7 @@ def rms_norm(
         output = _fast_rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode)
         if output is not None:
             return output  # type: ignore[no-any-return]
-        _prepare_for_subclass("rms_norm", input)
+        prepare_for_subclass("rms_norm", input)
     return torch.ops.fusednorm.rms_norm.default(  # type: ignore[no-any-return]
         input,
         normalized_shape,
@@ -162,7 +152,7 @@ def scale_norm(input: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
         output = _fast_scale_norm(input, g, eps)
         if output is not None:
             return output  # type: ignore[no-any-return]
-        _prepare_for_subclass("scale_norm", input)
+        prepare_for_subclass("scale_norm", input)
     return torch.ops.fusednorm.scale_norm.default(input, g, eps)  # type: ignore[no-any-return]
 
 
@@ -208,7 +198,7 @@ def add_layer_norm(
         )
         if outputs is not None:
             return outputs  # type: ignore[no-any-return]
-        _prepare_for_subclass("add_layer_norm", input)
+        prepare_for_subclass("add_layer_norm", input)
     return torch.ops.fusednorm.add_layer_norm.default(  # type: ignore[no-any-return]
         input,
         residual,
@@ -265,7 +255,7 @@ def add_rms_norm(
         )
         if outputs is not None:
             return outputs  # type: ignore[no-any-return]
-        _prepare_for_subclass("add_rms_norm", input)
+        prepare_for_subclass("add_rms_norm", input)
     return torch.ops.fusednorm.add_rms_norm.default(  # type: ignore[no-any-return]
         input,
         residual,

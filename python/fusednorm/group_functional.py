@@ -9,12 +9,14 @@ import math
 import torch
 from torch import Tensor
 
+from fusednorm._load import _C
+from fusednorm._subclasses import prepare_for_subclass, refuse_nested
+
 __all__ = ["group_norm", "instance_norm"]
 
 
-def _refuse_nested(op: str, input: Tensor) -> None:
-    if isinstance(input, Tensor) and input.is_nested:  # jagged tensors' own message names no argument
-        raise RuntimeError(f"fusednorm::{op}: input: expected a dense (strided) tensor, got a nested tensor")
+_is_compiling = torch.compiler.is_compiling
+_fast_group_norm = _C.group_norm
 
 
 def group_norm(
@@ -44,7 +46,11 @@ def group_norm(
     Raises:
         RuntimeError: an argument of the wrong shape, dtype, device or layout.
     """
-    _refuse_nested("group_norm", input)
+    if not _is_compiling():
+        output = _fast_group_norm(input, num_groups, weight, bias, eps)
+        if output is not None:
+            return output  # type: ignore[no-any-return]
+        prepare_for_subclass("group_norm", input)
     return torch.ops.fusednorm.group_norm.default(  # type: ignore[no-any-return]
         input, num_groups, weight, bias, eps
     )
@@ -91,7 +97,7 @@ def instance_norm(
             f"fusednorm::instance_norm: use_input_stats: expected True, got {use_input_stats}: "
             "there are no running statistics here; torch.nn.functional.instance_norm has them"
         )
-    _refuse_nested("instance_norm", input)
+    refuse_nested("instance_norm", input)
     if input.dim() < 2:
         raise RuntimeError(
             f"fusednorm::instance_norm: input: expected shape [N, C, *], got {list(input.shape)}"
@@ -101,6 +107,6 @@ def instance_norm(
             "fusednorm::instance_norm: input: Expected more than 1 spatial element when training, "
             f"got input size {list(input.shape)}"
         )
-    return torch.ops.fusednorm.group_norm.default(  # type: ignore[no-any-return]
-        input, input.shape[1], weight, bias, eps
-    )
+    output = group_norm(input, input.shape[1], weight, bias, eps)
+    # Under CUDA's autocast torch has group_norm give fp32, and instance_norm keep its dtype.
+    return output if output.dtype == input.dtype else output.to(input.dtype)
