@@ -158,26 +158,32 @@ ThreeTensors dispatch_backward(const Norm& norm, const BackwardInputs& in, Keys 
   return {std::move(grad_input), std::move(grad_weight), Tensor()};
 }
 
-TwoTensors dispatch_add(const Norm& norm, const AddInputs& in, Keys keys) {
+namespace {
+
+/// The forms that return both, and those in place, differ in what they return alone.
+template <class LayerNormHandle, class RmsNormHandle>
+auto call_add(const LayerNormHandle& layer_norm, const RmsNormHandle& rms_norm, const Norm& norm,
+              const AddInputs& in, Keys keys) {
   if (norm.centered) {
-    static const auto handle = find("fusednorm::add_layer_norm", AddSchema::add_layer_norm);
-    return call(handle, keys, in.input, in.residual, in.normalized_shape, in.weight, in.bias,
+    return call(layer_norm, keys, in.input, in.residual, in.normalized_shape, in.weight, in.bias,
                 *norm.eps, in.alpha, norm.weight_offset, norm.eps_outside, norm.unbiased);
   }
-  static const auto handle = find("fusednorm::add_rms_norm", AddSchema::add_rms_norm);
-  return call(handle, keys, in.input, in.residual, in.normalized_shape, in.weight, norm.eps,
+  return call(rms_norm, keys, in.input, in.residual, in.normalized_shape, in.weight, norm.eps,
               in.alpha, norm.weight_offset, norm.casting_mode);
 }
 
+}  // namespace
+
+TwoTensors dispatch_add(const Norm& norm, const AddInputs& in, Keys keys) {
+  static const auto layer_norm = find("fusednorm::add_layer_norm", AddSchema::add_layer_norm);
+  static const auto rms_norm = find("fusednorm::add_rms_norm", AddSchema::add_rms_norm);
+  return call_add(layer_norm, rms_norm, norm, in, keys);
+}
+
 Tensor dispatch_add_in_place(const Norm& norm, const AddInputs& in, Keys keys) {
-  if (norm.centered) {
-    static const auto handle = find("fusednorm::add_layer_norm_", AddSchema::add_layer_norm_);
-    return call(handle, keys, in.input, in.residual, in.normalized_shape, in.weight, in.bias,
-                *norm.eps, in.alpha, norm.weight_offset, norm.eps_outside, norm.unbiased);
-  }
-  static const auto handle = find("fusednorm::add_rms_norm_", AddSchema::add_rms_norm_);
-  return call(handle, keys, in.input, in.residual, in.normalized_shape, in.weight, norm.eps,
-              in.alpha, norm.weight_offset, norm.casting_mode);
+  static const auto layer_norm = find("fusednorm::add_layer_norm_", AddSchema::add_layer_norm_);
+  static const auto rms_norm = find("fusednorm::add_rms_norm_", AddSchema::add_rms_norm_);
+  return call_add(layer_norm, rms_norm, norm, in, keys);
 }
 
 FourTensors dispatch_add_forward(const Norm& norm, const AddInputs& in,

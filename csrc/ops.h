@@ -105,10 +105,9 @@ struct Operators {
                                                      double weight_offset,
                                                      std::string_view casting_mode,
                                                      Dtype out_dtype) {
-    auto [output, mean, rstd] =
-        Backend::forward(keys, {"rms_norm", false, eps, weight_offset, false, false, casting_mode},
-                         {input, shape, weight, std::nullopt}, out_dtype);
-    return {std::move(output), std::move(rstd)};
+    return forward_without_mean(keys,
+                                {"rms_norm", false, eps, weight_offset, false, false, casting_mode},
+                                {input, shape, weight, std::nullopt}, out_dtype);
   }
   static ThreeTensors layer_norm_backward(c10::DispatchKeySet keys, const Tensor& grad_output,
                                           const Tensor& input, Shape shape, const Tensor& mean,
@@ -124,17 +123,9 @@ struct Operators {
       c10::DispatchKeySet keys, const Tensor& grad_output, const Tensor& input, Shape shape,
       const Tensor& rstd, const OptionalTensor& weight, std::optional<double> eps,
       std::array<bool, 2> output_mask, double weight_offset, std::string_view casting_mode) {
-    auto [grad_input, grad_weight, none] = Backend::backward(
+    return backward_without_mean(
         keys, {"rms_norm_backward", false, eps, weight_offset, false, false, casting_mode},
-        {grad_output,
-         input,
-         shape,
-         Tensor(),
-         rstd,
-         weight,
-         std::nullopt,
-         {output_mask[0], output_mask[1], false}});
-    return {std::move(grad_input), std::move(grad_weight)};
+        grad_output, input, shape, rstd, weight, output_mask);
   }
 
   // The rows of scale_norm, which hands over g as the weight of every column.
@@ -149,9 +140,8 @@ struct Operators {
                                                        const Tensor& input, Shape shape,
                                                        const OptionalTensor& weight, double eps,
                                                        Dtype out_dtype) {
-    auto [output, mean, rstd] = Backend::forward(keys, scale("_scale_rows", eps),
-                                                 {input, shape, weight, std::nullopt}, out_dtype);
-    return {std::move(output), std::move(rstd)};
+    return forward_without_mean(keys, scale("_scale_rows", eps),
+                                {input, shape, weight, std::nullopt}, out_dtype);
   }
   static std::tuple<Tensor, Tensor> scale_rows_backward(c10::DispatchKeySet keys,
                                                         const Tensor& grad_output,
@@ -159,17 +149,8 @@ struct Operators {
                                                         const Tensor& rstd,
                                                         const OptionalTensor& weight, double eps,
                                                         std::array<bool, 2> output_mask) {
-    auto [grad_input, grad_weight, none] =
-        Backend::backward(keys, scale("_scale_rows_backward", eps),
-                          {grad_output,
-                           input,
-                           shape,
-                           Tensor(),
-                           rstd,
-                           weight,
-                           std::nullopt,
-                           {output_mask[0], output_mask[1], false}});
-    return {std::move(grad_input), std::move(grad_weight)};
+    return backward_without_mean(keys, scale("_scale_rows_backward", eps), grad_output, input,
+                                 shape, rstd, weight, output_mask);
   }
 
   static void register_on(torch::Library& library) {
@@ -182,6 +163,28 @@ struct Operators {
     library.impl("_scale_rows", TORCH_FN(scale_rows));
     library.impl("_scale_rows_forward", TORCH_FN(scale_rows_forward));
     library.impl("_scale_rows_backward", TORCH_FN(scale_rows_backward));
+  }
+
+ private:
+  // Of the norms that have neither a mean nor a bias.
+  static std::tuple<Tensor, Tensor> forward_without_mean(c10::DispatchKeySet keys, const Norm& norm,
+                                                         const ForwardInputs& in, Dtype out_dtype) {
+    auto [output, mean, rstd] = Backend::forward(keys, norm, in, out_dtype);
+    return {std::move(output), std::move(rstd)};
+  }
+  static std::tuple<Tensor, Tensor> backward_without_mean(
+      c10::DispatchKeySet keys, const Norm& norm, const Tensor& grad_output, const Tensor& input,
+      Shape shape, const Tensor& rstd, const OptionalTensor& weight, std::array<bool, 2> mask) {
+    auto [grad_input, grad_weight, none] = Backend::backward(keys, norm,
+                                                             {grad_output,
+                                                              input,
+                                                              shape,
+                                                              Tensor(),
+                                                              rstd,
+                                                              weight,
+                                                              std::nullopt,
+                                                              {mask[0], mask[1], false}});
+    return {std::move(grad_input), std::move(grad_weight)};
   }
 };
 
