@@ -528,3 +528,22 @@ def test_nested_and_module_errors() -> None:
         group_norm(nested, 2)
     with pytest.raises(ValueError, match="divisible"):
         fusednorm.GroupNorm(4, 6)
+
+
+def test_the_fast_entry_steps_aside() -> None:
+    """A subclass stays one, a mode sees the call."""
+
+    class Sub(torch.Tensor):
+        pass
+
+    x, seen = torch.randn(2, 6, 5), []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    assert type(fusednorm.functional.group_norm(x.as_subclass(Sub), 3)) is Sub
+    with Mode():
+        fusednorm.functional.group_norm(x, 3)
+    assert any("fusednorm.group_norm" in name for name in seen)
