@@ -2,13 +2,13 @@
 //     fusednorm::OPERATOR: ARGUMENT: expected WHAT, got WHAT
 #pragma once
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymBool.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -190,13 +190,52 @@ inline void check_add_in_place(const Norm& norm, const AddInputs& in) {
   check_writable(norm, "residual", in.residual);
 }
 
+/// The memory of a strided tensor: runs of `run` bytes, whose beginnings lie multiples of `step`
+/// apart (0: there is one), all within [begin, end).
+struct MemoryRuns {
+  int64_t begin, end, run, step = 0;
+
+  explicit MemoryRuns(const Tensor& tensor) {
+    const int64_t size = tensor.element_size();
+    begin = reinterpret_cast<int64_t>(tensor.const_data_ptr());
+    run = size;
+    std::vector<std::pair<int64_t, int64_t>> dims;  // stride in bytes, size
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d) * size, tensor.size(d));
+    }
+    std::sort(dims.begin(), dims.end());
+    end = begin + run;
+    for (const auto& [stride, count] : dims) {
+      end += stride * (count - 1);
+      if (stride == run && step == 0) {
+        run *= count;
+      } else {
+        step = std::gcd(step, stride);
+      }
+    }
+  }
+};
+
+/// Whether no byte of one tensor lies in the other; false too where it would take a search to tell.
+inline bool lie_apart(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return true;
+  const MemoryRuns first(a), second(b);
+  if (first.end <= second.begin || second.end <= first.begin) return true;
+  const int64_t step = std::gcd(first.step, second.step);
+  if (step == 0) return false;
+  const int64_t distance = ((second.begin - first.begin) % step + step) % step;
+  return distance >= first.run && step - distance >= second.run;
+}
+
 /// What is read must not lie in what is written; `input` may be the residual itself.
 inline void check_apart(const Norm& norm, const AddInputs& in) {
   const auto check = [&](const char* argument, const OptionalTensor& tensor, bool may_be_same) {
     if (!tensor.has_value() || !tensor->defined()) return;
-    const auto status = at::get_overlap_status(in.residual, *tensor);
-    const bool apart = status != at::MemOverlapStatus::Partial &&
-                       (status != at::MemOverlapStatus::Full || may_be_same);
+    const bool same = tensor->const_data_ptr() == in.residual.const_data_ptr() &&
+                      tensor->scalar_type() == in.residual.scalar_type() &&
+                      tensor->sizes() == in.residual.sizes() &&
+                      tensor->strides() == in.residual.strides();
+    const bool apart = (same && may_be_same) || lie_apart(in.residual, *tensor);
     TORCH_CHECK(apart, "fusednorm::", norm.op, ": ", argument,
                 ": expected memory apart from residual, which is written to, got an overlap");
   };

@@ -430,13 +430,30 @@ def test_in_place_memory(norm: NormUnderTest) -> None:
                 x.to("meta"), torch.empty_strided(residual.shape, residual.stride(), device="meta"), [6]
             )
         assert torch.equal(residual, before)
-    residual = memory[:24].view(4, 6)
-    for name, arguments in {
-        "input": (memory[3:27].view(4, 6), residual, [6]),
-        "weight": (x, residual, [6], residual[1]),
-    }.items():
+    residual, wide = memory[:24].view(4, 6), torch.randn(6, 16)
+    sparse = wide[1:5, :6]
+    for name, *arguments in (
+        ("input", memory[3:27].view(4, 6), residual, [6]),
+        ("weight", x, residual, [6], residual[1]),
+        ("input", wide[2:6, :6], sparse, [6]),  # strided rows of which three are shared
+        ("input", wide[1:5, 5:11], sparse, [6]),  # one column
+        ("weight", x, sparse, [6], wide[4, :6]),
+        ("weight", x, sparse, [6], wide.view(-1)[16 * 2 - 5 :][:6]),  # its last element
+    ):
+        before = arguments[1].clone()
         with pytest.raises(RuntimeError, match=f"{name}: expected memory apart from residual"):
             op_of(norm, "_")(*arguments)
+        assert torch.equal(arguments[1], before)
+    for beside in (wide[1:5, 6:12], wide[1:5, 10:16], wide.view(6, 2, 8)[1:5, 1, :6]):
+        expected = op_of(norm)(beside.clone(), sparse.clone(), [6])
+        y = op_of(norm, "_")(beside, sparse, [6])
+        assert same((y, sparse), expected)
+    q, k = torch.randn(2, 3, 2, 4, 6).unbind(2)  # of a packed projection
+    expected = op_of(norm)(q.transpose(1, 2), k.transpose(1, 2).clone(), [6])
+    y = op_of(norm, "_")(q.transpose(1, 2), k.transpose(1, 2), [6])
+    assert same((y, k.transpose(1, 2)), expected)
+    expected = op_of(norm)(sparse, sparse.clone(), [6])
+    assert same((op_of(norm, "_")(sparse, sparse, [6]), sparse), expected)
     expected = op_of(norm)(residual, residual, [6])
     y = op_of(norm, "_")(residual, residual, [6])  # the input may be the residual itself
     assert same((y, residual), expected)
