@@ -145,6 +145,16 @@ def test_every_pair_of_dtypes(norm: NormUnderTest, placement: str, stream: torch
         assert y.dtype == stream and torch.equal(y, plain(x)), dtype
 
 
+def test_an_fp64_stream_under_16_bits(norm: NormUnderTest) -> None:
+    """torch takes fp64 to 16 bits by way of fp32: one value in some 20,000 differs from rounding once."""
+    blocks = [Residual(nn.Identity(), norm.module(1024, dtype=torch.float64)) for _ in range(2)]
+    for block in blocks:
+        block.sublayer_dtype = torch.float16
+        nn.init.normal_(block.norm.weight)  # with 1 all values would be near those of fp16
+    x = torch.randn(500, 1024, dtype=torch.float64)
+    assert torch.equal(ResidualStack(blocks)(x), nn.Sequential(*blocks)(x))
+
+
 def test_post_norm_is_one_operator(norm: NormUnderTest, fused_calls: list[str]) -> None:
     x = torch.randn(3, COLS)
     for placement, calls in {"pre": 0, "sandwich": 0, "post": 1, "deep": 1}.items():

@@ -96,9 +96,12 @@ class _AllReduce(torch.autograd.Function):
         return all_reduce(grad_output, ctx.group), None
 
 
+_all_reduce: Any = _AllReduce.apply  # mypy: untyped in torch 2.11, typed in 2.15
+
+
 def all_reduce(tensor: Tensor, group: Any) -> Tensor:
     """The sum over all processes of ``group``; differentiable any number of times."""
-    return _AllReduce.apply(tensor, group)  # type: ignore[no-any-return]
+    return _all_reduce(tensor, group)  # type: ignore[no-any-return]
 
 
 class _Gather(torch.autograd.Function):
@@ -114,6 +117,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad_output, ctx.group)[torch.distributed.get_rank(ctx.group)], None
+
+
+_gather: Any = _Gather.apply
 
 
 class Moments(NamedTuple):
@@ -143,7 +149,7 @@ def moments(x: Tensor, real: Tensor | None, group: Any) -> Moments:
     squares = real_sum(rest.sub_(mean).square(), real)
     if group is not None:
         # Chan, Golub and LeVeque 1983: parts merge without ever taking a difference of large squares.
-        parts = _Gather.apply(torch.stack([count.expand_as(mean), shift, mean, squares]), group)
+        parts = _gather(torch.stack([count.expand_as(mean), shift, mean, squares]), group)
         counts, shifts, means, parts_squares = parts.unbind(1)
         count = counts.sum(0)[0]
         divisor = count.clamp_min(1)

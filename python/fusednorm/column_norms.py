@@ -84,6 +84,9 @@ class _BatchNormFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None
 
 
+_batch_norm: Any = _BatchNormFunction.apply  # mypy: untyped in torch 2.11, typed in 2.15
+
+
 class BatchNorm(nn.BatchNorm1d):
     r"""``nn.BatchNorm1d`` with the features last, a padding mask, and synchronised statistics.
 
@@ -150,7 +153,7 @@ class BatchNorm(nn.BatchNorm1d):
             return F.batch_norm(rows, mean, var, weight, bias, False, 0.0, self.eps).view(input.shape)
         real = None if mask is None else mask.reshape(-1, 1)
         group = self._group()
-        output, count, batch_mean, batch_var = _BatchNormFunction.apply(
+        output, count, batch_mean, batch_var = _batch_norm(
             rows, self.weight, self.bias, real, self.eps, group
         )
         if group is not None or rows.shape[0] > 0:

@@ -88,16 +88,24 @@ def add_branch(branch: Tensor | None, stream: Tensor, alpha: float = 1.0) -> Ten
     return stream if branch is None else torch.add(branch, stream, alpha=alpha).to(stream.dtype)
 
 
+_ROUNDED_ONCE = {
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float64, torch.float32),
+}
+
+
 def _rounds_as_two_steps(norm: nn.Module, stream: torch.dtype, output: torch.dtype) -> bool:
     """Whether the operator, which rounds once to ``output``, gives what ``norm(s).to(output)`` does.
 
-    It does for one dtype, and for a stream of the accumulation type, of which 16-bit outputs are rounded;
-    but the llama mode rounds x_hat too, there to the output's dtype and here to the stream's.
+    It does for one dtype, and for an output that torch rounds once from the stream's accumulation type (fp64
+    it takes to 16 bits by way of fp32); but the llama mode rounds x_hat too, there to the output's dtype and
+    here to the stream's.
     """
     if output == stream:
         return True
-    accumulation = stream in (torch.float32, torch.float64) and torch.promote_types(stream, output) == stream
-    return accumulation and getattr(norm, "casting_mode", "default") == "default"
+    once = (stream, output) in _ROUNDED_ONCE
+    return once and getattr(norm, "casting_mode", "default") == "default"
 
 
 def add_norm(

@@ -74,6 +74,9 @@ class _PowerNormFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
+_power_norm: Any = _PowerNormFunction.apply  # mypy: untyped in torch 2.11, typed in 2.15
+
+
 class PowerNorm(nn.Module):
     r"""PowerNorm (Shen, Yao, Gholami, Mahoney and Keutzer 2020): BatchNorm without its batch noise.
 
@@ -212,7 +215,7 @@ class PowerNorm(nn.Module):
             run = self._runs.first(mean_square, self._track_forward(mean_square))
         rstd = (run.used + self.eps).rsqrt()
         arguments = (rows, self.weight, self.bias, real, rstd, count, self, run)
-        return _PowerNormFunction.apply(*arguments)  # type: ignore[no-any-return]
+        return _power_norm(*arguments)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _track_forward(self, mean_square: Tensor) -> Tensor:
