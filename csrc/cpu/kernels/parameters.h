@@ -89,34 +89,62 @@ FN_INLINE void put(double value, T* out) {
   from_float(rounded_to_odd(value), out);
 }
 
+/// The sums of a strip's slots, in double.
+template <class acc_t>
+FN_INLINE void sum_partials(const acc_t* from, int64_t count, int64_t stride, int64_t slots,
+                            double (&sums)[kReduceStrip]) {
+  for (int64_t p = 0; p < count; ++p) {
+    for (int64_t k = 0; k < slots; ++k) sums[k] += from[p * stride + k];
+  }
+}
+
+/// `width` sums in slots, rounded to T: pairs as they lie, else put in the columns' order first.
+template <class Row, class T>
+FN_INLINE void store_sums(T* to, const float* sums, int64_t width) {
+  if constexpr (__is_same(Row, paired_bfloat16) && __is_same(T, bfloat16)) {
+    auto* pairs = reinterpret_cast<paired_bfloat16*>(to);
+    for_columns<Row>(width, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
+      store(pairs + i, load(reinterpret_cast<const paired_float*>(sums + i), part), part);
+    });
+  } else {
+    float in_order[kReduceStrip];
+    if constexpr (kParameterStep<Row> != 1) {
+      for (int64_t k = 0; k < width; ++k) in_order[k] = sums[parameter_slot<Row>(k)];
+      sums = in_order;
+    }
+    for_columns<T>(width, [&](int64_t i, auto part)
+                              FN_LAMBDA_INLINE { store(to + i, load(sums + i, part), part); });
+  }
+}
+
 template <class Row, class T>
 void reduce_to(const void* partials, int64_t count, int64_t stride, void* out, int64_t col_begin,
                int64_t col_end) {
   static_assert(kReduceStrip % kParameterStep<Row> == 0);
-  const auto* from = static_cast<const acc_of<Row>*>(partials);
+  using acc_t = acc_of<Row>;
+  const auto* from = static_cast<const acc_t*>(partials);
   for (int64_t c = col_begin; c < col_end; c += kReduceStrip) {
     const int64_t width = col_end - c < kReduceStrip ? col_end - c : kReduceStrip;
     const int64_t slots = width + (-width & (kParameterStep<Row> - 1));
-    double sums[kReduceStrip] = {};
-    for (int64_t p = 0; p < count; ++p) {
-      for (int64_t k = 0; k < slots; ++k) sums[k] += from[p * stride + c + k];
-    }
     T* const to = static_cast<T*>(out) + c;
+    if constexpr (__is_same(acc_t, float) && !__is_same(T, double)) {
+      if (count == 1) {  // nothing to add
+        store_sums<Row>(to, from + c, width);
+        continue;
+      }
+    }
+    double sums[kReduceStrip] = {};
+    sum_partials(from + c, count, stride, slots, sums);
     if constexpr (__is_same(T, double)) {
       for (int64_t k = 0; k < width; ++k) to[k] = sums[parameter_slot<Row>(k)];
     } else {
       float rounded[kReduceStrip];
-      // One partial sum in fp32 needs no rounding.
-      if (__is_same(T, float) || (__is_same(acc_of<Row>, float) && count == 1)) {
+      if constexpr (__is_same(T, float)) {
         for (int64_t k = 0; k < kReduceStrip; ++k) rounded[k] = static_cast<float>(sums[k]);
       } else {
         round_to_odd(sums, rounded);
       }
-      float in_order[kReduceStrip];
-      for (int64_t k = 0; k < kReduceStrip; ++k) in_order[k] = rounded[parameter_slot<Row>(k)];
-      for_columns<T>(width, [&](int64_t i, auto part) FN_LAMBDA_INLINE {
-        store(to + i, load(in_order + i, part), part);
-      });
+      store_sums<Row>(to, rounded, width);
     }
   }
 }
