@@ -119,6 +119,21 @@ def check(x: Tensor, groups: int, w: Tensor, b: Tensor, g: Tensor, eps: float = 
         assert (error <= bound).all(), (of.shape, float((error / bound).max()))
 
 
+@of_the_cpu
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (torch.float32, (2, 64, 104, 104)),
+        (torch.float32, (2, 66, 103, 103)),
+        (torch.bfloat16, (2, 64, 205, 204)),
+    ],
+)
+def test_beyond_the_caches(dtype: torch.dtype, shape: tuple[int, ...], channels_last: bool) -> None:
+    """Where gradients are streamed past the caches: runs on whole vectors, and on none."""
+    check(_problem(shape, dtype, channels_last)[0], 2, *_problem(shape, dtype, channels_last)[1:])
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=IDS)
