@@ -16,7 +16,7 @@ from torch.testing._internal.optests import opcheck
 
 import fusednorm
 import reference
-from conftest import TEST_DEVICE
+from conftest import TEST_DEVICE, of_the_cpu
 from fusednorm.functional import group_norm
 from reference import DTYPES, ulps
 
@@ -131,7 +131,8 @@ def check(x: Tensor, groups: int, w: Tensor, b: Tensor, g: Tensor, eps: float = 
 )
 def test_beyond_the_caches(dtype: torch.dtype, shape: tuple[int, ...], channels_last: bool) -> None:
     """Where gradients are streamed past the caches: runs on whole vectors, and on none."""
-    check(_problem(shape, dtype, channels_last)[0], 2, *_problem(shape, dtype, channels_last)[1:])
+    x, w, b, g = _problem(shape, dtype, channels_last)
+    check(x, 2, w, b, g)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
