@@ -141,6 +141,11 @@ struct ParameterSums {
   bool first;
 };
 
+/// Whether there are sweeps that stream: where one sum is wanted without the other, it is not worth
+/// a loop more.
+template <class Statistics, bool kInput, bool kWeight, bool kBias>
+constexpr bool kStreams = kInput && (kWeight == kBias || !Statistics::kCentered);
+
 /// grad_input of kRows rows for columns [begin, end), begin a multiple of kLanes; the sums take the
 /// rows in order, one addition each. past_caches: rows of grad_input lie on whole vectors and are
 /// streamed.
@@ -203,9 +208,7 @@ template <class Statistics, bool kInput, bool kWeight, bool kBias, int kRows, cl
       if constexpr (kBias) store(grad_bias + i, db, part);
     });
   };
-  // Where one sum is wanted without the other, or a row is left over, it is not worth a loop more.
-  constexpr bool kStreams = kInput && kRows > 1 && (kWeight == kBias || !Statistics::kCentered);
-  if constexpr (kStreams) {
+  if constexpr (kStreams<Statistics, kInput, kWeight, kBias> && kRows > 1) {
     with_flag(past_caches, columns);
   } else {
     columns(No{});
@@ -220,7 +223,8 @@ struct BackwardRows {
   template <int kRows>
   using Block = RowBlock<kRows, In, T, Store>;
   const BackwardArgs& args;
-  const bool past_caches = args.past_caches && kInput && Store::may_stream(args);
+  const bool past_caches =
+      kStreams<Statistics, kInput, kWeight, kBias> && args.past_caches && Store::may_stream(args);
 
   const In* input(int64_t r) const {
     return static_cast<const In*>(args.input.data) + args.input.offset(r);
@@ -403,7 +407,8 @@ bool backward_terms(const BackwardArgs& args, int64_t row_begin, int64_t row_end
   bool ordinary = true;
   // What a row's terms are does not depend on which parameters' gradients are wanted.
   with_flag(args.grad_input != nullptr, [&](auto input) {
-    const BackwardRows<Statistics, input.value, true, false, RoundNone, T, T, GradInputStore<T>>
+    const BackwardRows<Statistics, input.value, true, Statistics::kCentered, RoundNone, T, T,
+                       GradInputStore<T>>
         rows{args};
     ordinary = rows.all_terms(row_begin, row_end, static_cast<BackwardRow<acc_of<T>>*>(terms));
   });
