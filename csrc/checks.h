@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymBool.h>
 #include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cmath>
@@ -199,7 +200,7 @@ struct MemoryRuns {
     const int64_t size = tensor.element_size();
     begin = reinterpret_cast<int64_t>(tensor.const_data_ptr());
     run = size;
-    std::vector<std::pair<int64_t, int64_t>> dims;  // stride in bytes, size
+    c10::SmallVector<std::pair<int64_t, int64_t>, 8> dims;  // stride in bytes, size
     for (int64_t d = 0; d < tensor.dim(); ++d) {
       if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d) * size, tensor.size(d));
     }
@@ -217,9 +218,7 @@ struct MemoryRuns {
 };
 
 /// Whether no byte of one tensor lies in the other; false too where it would take a search to tell.
-inline bool lie_apart(const Tensor& a, const Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0) return true;
-  const MemoryRuns first(a), second(b);
+inline bool lie_apart(const MemoryRuns& first, const MemoryRuns& second) {
   if (first.end <= second.begin || second.end <= first.begin) return true;
   const int64_t step = std::gcd(first.step, second.step);
   if (step == 0) return false;
@@ -229,13 +228,15 @@ inline bool lie_apart(const Tensor& a, const Tensor& b) {
 
 /// What is read must not lie in what is written; `input` may be the residual itself.
 inline void check_apart(const Norm& norm, const AddInputs& in) {
+  if (in.residual.numel() == 0) return;
+  const MemoryRuns residual(in.residual);
   const auto check = [&](const char* argument, const OptionalTensor& tensor, bool may_be_same) {
-    if (!tensor.has_value() || !tensor->defined()) return;
+    if (!tensor.has_value() || !tensor->defined() || tensor->numel() == 0) return;
     const bool same = tensor->const_data_ptr() == in.residual.const_data_ptr() &&
                       tensor->scalar_type() == in.residual.scalar_type() &&
                       tensor->sizes() == in.residual.sizes() &&
                       tensor->strides() == in.residual.strides();
-    const bool apart = (same && may_be_same) || lie_apart(in.residual, *tensor);
+    const bool apart = (same && may_be_same) || lie_apart(residual, MemoryRuns(*tensor));
     TORCH_CHECK(apart, "fusednorm::", norm.op, ": ", argument,
                 ": expected memory apart from residual, which is written to, got an overlap");
   };

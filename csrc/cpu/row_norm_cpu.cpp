@@ -138,6 +138,14 @@ struct BackwardCall {
   int64_t slots() const { return kernels().parameter_size(dtype, args.cols); }
   int64_t slot_bytes() const { return dtype == DType::kFloat64 ? 8 : 4; }
 
+  /// By the size of one of the tensors around the call; args.cols is known.
+  void suit_caches(const Tensor& rows_of_call) {
+    const int64_t element_size = rows_of_call.element_size();
+    const int64_t bytes = rows_of_call.numel() * element_size;
+    args.ask_early = worth_asking_early(bytes, args.cols * element_size);
+    args.past_caches = past_caches(element_size, bytes);
+  }
+
   /// Where grad_weight and grad_bias are summed; null: not at all.
   struct Sums {
     void *weight = nullptr, *bias = nullptr;
@@ -303,10 +311,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
   call.args.cols = sizes.cols;
   call.args.params = norm.params(acc_dtype);
   call.args.round_x_hat = rounding_of(norm, in.input);
-  const int64_t element_size = in.grad_output.element_size();
-  const int64_t bytes = in.grad_output.numel() * element_size;
-  call.args.ask_early = worth_asking_early(bytes, sizes.cols * element_size);
-  call.args.past_caches = past_caches(element_size, bytes);
+  call.suit_caches(in.grad_output);
 
   if (in.output_mask[0] || call.parameters() != 0) call.run();
   return {grad_input, call.gradients[0], call.gradients[1]};
@@ -454,10 +459,7 @@ FourTensors Cpu::add_backward_rows(const Norm& norm, const AddBackwardInputs& in
   call.args.cols = sizes.cols;
   call.args.params = norm.params(accumulation_dtype(residual_dtype));
   call.args.round_x_hat = rounding_of(norm, in.residual_out);
-  const int64_t element_size = in.residual_out.element_size();
-  const int64_t bytes = in.residual_out.numel() * element_size;
-  call.args.ask_early = worth_asking_early(bytes, sizes.cols * element_size);
-  call.args.past_caches = past_caches(element_size, bytes);
+  call.suit_caches(in.residual_out);
   call.run();
   return {std::move(grad_input), std::move(grad_residual), std::move(call.gradients[0]),
           std::move(call.gradients[1])};
