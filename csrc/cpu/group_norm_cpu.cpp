@@ -4,11 +4,11 @@
 
 #include <limits>
 
-#include "../checks.h"
-#include "../group_norm.h"
-#include "../tensor_rows.h"
-#include "host.h"
-#include "kernels/group_kernels.h"
+#include "operators/checks.h"
+#include "operators/group_norm.h"
+#include "device/tensor_rows.h"
+#include "cpu/host.h"
+#include "cpu/kernels/group_kernels.h"
 
 namespace fusednorm {
 namespace {

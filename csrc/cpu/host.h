@@ -9,9 +9,9 @@
 #include <sys/mman.h>
 #endif
 
-#include "../ops.h"
-#include "../tensor_rows.h"
-#include "kernels/row_kernels.h"
+#include "operators/ops.h"
+#include "device/tensor_rows.h"
+#include "cpu/kernels/row_kernels.h"
 
 namespace fusednorm {
 

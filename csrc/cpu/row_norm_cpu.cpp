@@ -7,12 +7,12 @@
 #include <limits>
 #include <memory>
 
-#include "../checks.h"
-#include "../fusednorm.h"
-#include "../tensor_rows.h"
-#include "../two_steps.h"
-#include "host.h"
-#include "kernels/row_kernels.h"
+#include "operators/checks.h"
+#include "fusednorm.h"
+#include "device/tensor_rows.h"
+#include "device/two_steps.h"
+#include "cpu/host.h"
+#include "cpu/kernels/row_kernels.h"
 
 namespace fusednorm {
 namespace {

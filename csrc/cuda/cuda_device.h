@@ -11,7 +11,7 @@
 #include <mutex>
 #include <string>
 
-#include "kernels/row_norm_launch.h"
+#include "cuda/kernels/row_norm_launch.h"
 
 namespace fusednorm::cuda {
 

@@ -9,15 +9,15 @@
 #include <bit>
 #include <limits>
 
-#include "../checks.h"
-#include "../tensor_rows.h"
-#include "../two_steps.h"
-#include "kernels/row_norm_launch.h"
+#include "operators/checks.h"
+#include "device/tensor_rows.h"
+#include "device/two_steps.h"
+#include "cuda/kernels/row_norm_launch.h"
 
 #if defined(FUSEDNORM_SIMT)
 #include "simt_host.h"
 #else
-#include "cuda_device.h"
+#include "cuda/cuda_device.h"
 #endif
 
 namespace fusednorm {

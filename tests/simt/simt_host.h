@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "executor.h"
-#include "kernels/row_norm_launch.h"
-#include "tensor_rows.h"
+#include "cuda/kernels/row_norm_launch.h"
+#include "device/tensor_rows.h"
 
 namespace fusednorm::cuda {
 

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "../../row_norm.h"
+#include "maths/row_norm.h"
 
 namespace fusednorm::cpu {
 

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "../../row_norm.h"
-#include "../../rows.h"
+#include "maths/row_norm.h"
+#include "maths/rows.h"
 #include "group_kernels.h"
 
 namespace fusednorm::cpu {

@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "../../row_norm.h"
+#include "maths/row_norm.h"
 
 namespace fusednorm::cuda {
 

@@ -12,7 +12,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "../../row_norm.h"
+#include "maths/row_norm.h"
 #include "device.cuh"
 #include "row_norm_launch.h"
 

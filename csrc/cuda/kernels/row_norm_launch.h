@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "../../row_norm.h"
-#include "../../rows.h"
+#include "maths/row_norm.h"
+#include "maths/rows.h"
 #include "launch_config.h"
 
 struct CUstream_st;

@@ -4,7 +4,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include "checks.h"
+#include "operators/checks.h"
 
 namespace fusednorm {
 

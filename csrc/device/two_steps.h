@@ -4,7 +4,7 @@
 
 #include <ATen/Functions.h>
 
-#include "checks.h"
+#include "operators/checks.h"
 #include "tensor_rows.h"
 
 namespace fusednorm {

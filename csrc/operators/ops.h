@@ -12,7 +12,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "row_norm.h"
+#include "maths/row_norm.h"
 
 namespace fusednorm {
 

@@ -2,7 +2,7 @@
 #include "add_ops.h"
 #include "dispatch.h"
 #include "fusednorm.h"
-#include "meta.h"
+#include "keys/meta.h"
 #include "scale_norm.h"
 
 // What an operator takes apart from its tensors, as api.md orders it.

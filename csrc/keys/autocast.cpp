@@ -4,7 +4,7 @@
 // backward. Here the kernel reads 16 bits and writes fp32: the same numbers, and the 16-bit input
 // is what is kept. Weight and bias need no cast: kernels take any dtype.
 
-#include "../add_ops.h"
+#include "operators/add_ops.h"
 
 namespace fusednorm {
 namespace {

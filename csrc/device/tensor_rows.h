@@ -3,10 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "add_ops.h"
-#include "checks.h"
-#include "row_norm.h"
-#include "rows.h"
+#include "operators/add_ops.h"
+#include "operators/checks.h"
+#include "maths/row_norm.h"
+#include "maths/rows.h"
 
 namespace fusednorm {
 

@@ -5,7 +5,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-#include "checks.h"
+#include "operators/checks.h"
 
 namespace fusednorm {
 

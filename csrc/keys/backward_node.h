@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "ops.h"
+#include "operators/ops.h"
 
 namespace fusednorm {
 

@@ -1,13 +1,13 @@
 // GroupNorm on every key but the CPU's: schemas, checks, Meta, Autograd, and the composites that
 // serve CUDA, vmap, tangents and derivatives of backward.
-#include "group_norm.h"
+#include "operators/group_norm.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
 #include "backward_node.h"
-#include "checks.h"
-#include "dispatch.h"
+#include "operators/checks.h"
+#include "operators/dispatch.h"
 #include "fusednorm.h"
 
 TORCH_LIBRARY_FRAGMENT(fusednorm, m) {
