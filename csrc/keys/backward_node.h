@@ -9,41 +9,68 @@
 #include <string>
 #include <vector>
 
-#include "operators/ops.h"
+#include "operators/operators.h"
 
 namespace fusednorm {
 
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
+/// What a backward needs to know apart from what the node saves. It returns what the node has edges
+/// for: the gradients of input, weight and bias, and behind the first that of a residual.
+struct BackwardConstants {
+  /// What makes a fused residual operator of a norm.
+  struct Residual {
+    double alpha;
+    at::ScalarType input_dtype, residual_dtype;
+
+    /// One tensor is the gradient of both addends.
+    bool shares_gradient() const { return alpha == 1 && input_dtype == residual_dtype; }
+  };
+
+  Norm norm;
+  std::optional<at::ScalarType> bias_dtype;
+  std::optional<Residual> residual;
+
+  explicit BackwardConstants(const Call& call);
+
+  std::string name() const;
+  /// What was normalized is an output of the forward: the sum.
+  bool rows_are_output() const { return residual.has_value(); }
+  /// What a compiled graph is cached by.
+  void collect(torch::dynamo::autograd::CompiledNodeArgs& args) const;
+
+  /// `rows` is what was normalized; `wanted` has a flag for each edge.
+  variable_list gradients(const variable_list& grads, const Tensor& rows,
+                          c10::SymIntArrayRef normalized_shape, const Tensor& mean,
+                          const Tensor& rstd, const Tensor& weight,
+                          const std::vector<bool>& wanted) const;
+  /// The output was not used: the gradient of the sum, if any, is its own.
+  variable_list without_grad_output(const variable_list& grads,
+                                    const std::vector<bool>& wanted) const;
+
+ private:
+  Wanted wanted_of(const std::vector<bool>& edges) const;
+};
+
 /// The backward of a norm: keeps what was normalized (the input, or the sum of a fused residual
-/// operator), the weight and the row statistics, nothing else. Constants is what a backward needs
-/// to know apart from these:
-///     std::string name() const
-///     bool rows_are_output() const    what was normalized is an output of the forward
-///     void collect(CompiledNodeArgs&) const    what a compiled graph is cached by
-///     variable_list gradients(grads, rows, normalized_shape, mean, rstd, weight, wanted) const
-///     variable_list without_grad_output(grads, wanted) const    where the output was not used
-/// where `wanted` has a flag for each edge, and gradients returns as many tensors.
-template <class Constants>
+/// operator), the weight and the row statistics, nothing else.
 class BackwardNode : public torch::autograd::Node {
  public:
-  /// `rows`: undefined where they are an output.
-  BackwardNode(Constants constants, c10::SymIntArrayRef normalized_shape, const Tensor& rows,
-               const OptionalTensor& weight, torch::autograd::edge_list&& edges)
-      : constants_(std::move(constants)),
-        normalized_shape_(normalized_shape.begin(), normalized_shape.end()),
-        rows_(rows, /*is_output=*/false),
-        weight_(weight, /*is_output=*/false) {
+  BackwardNode(const Call& call, torch::autograd::edge_list&& edges)
+      : constants_(call),
+        normalized_shape_(call.normalized_shape.begin(), call.normalized_shape.end()),
+        rows_(constants_.rows_are_output() ? Tensor() : *call.input, /*is_output=*/false),
+        weight_(*call.weight, /*is_output=*/false) {
     set_next_edges(std::move(edges));
   }
 
   /// What forward returned, once its history is set. The sum refers back to this node: as an output
   /// it is kept without a cycle.
-  void save_results(const Tensor& residual_out, const Tensor& mean, const Tensor& rstd) {
-    if (constants_.rows_are_output()) rows_ = SavedVariable(residual_out, /*is_output=*/true);
-    mean_ = SavedVariable(mean, /*is_output=*/false);
-    rstd_ = SavedVariable(rstd, /*is_output=*/false);
+  void save_results(const Outputs& made) {
+    if (constants_.rows_are_output()) rows_ = SavedVariable(made.residual_out, /*is_output=*/true);
+    mean_ = SavedVariable(made.mean, /*is_output=*/false);
+    rstd_ = SavedVariable(made.rstd, /*is_output=*/false);
   }
 
   variable_list apply(variable_list&& grads) override {
@@ -121,25 +148,18 @@ class BackwardNode : public torch::autograd::Node {
     return result;
   }
 
-  Constants constants_;
+  BackwardConstants constants_;
   std::vector<c10::SymInt> normalized_shape_;
   SavedVariable rows_, weight_, mean_, rstd_;
 };
 
-template <class Constants, class... Args>
-auto make_node(Constants constants, Args&&... args) {
-  using Node = BackwardNode<Constants>;
+inline auto make_node(const Call& call, torch::autograd::edge_list&& edges) {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
-  return c10::make_intrusive<Node>(std::move(constants), std::forward<Args>(args)...);
+  return c10::make_intrusive<BackwardNode>(call, std::move(edges));
 #else
-  return std::shared_ptr<Node>(new Node(std::move(constants), std::forward<Args>(args)...),
-                               torch::autograd::deleteNode);
+  return std::shared_ptr<BackwardNode>(new BackwardNode(call, std::move(edges)),
+                                       torch::autograd::deleteNode);
 #endif
-}
-
-template <class... Tensors>
-bool any_tangent(const Tensors&... tensors) {
-  return (torch::autograd::isFwGradDefined(tensors) || ...);
 }
 
 }  // namespace fusednorm
