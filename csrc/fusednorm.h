@@ -21,6 +21,8 @@
 #include <string>
 #include <tuple>
 
+#include "operators/options.h"
+
 #if defined(__GNUC__)
 #define FUSEDNORM_API __attribute__((visibility("default")))
 #else
@@ -29,18 +31,7 @@
 
 namespace fusednorm {
 
-struct LayerNormOptions {
-  double weight_offset = 0.0;  ///< the gain is weight_offset + weight (1: zero-centred gamma)
-  bool eps_outside = false;    ///< 1 / (s + eps) in place of 1 / sqrt(s^2 + eps)
-  bool unbiased = false;       ///< variance over N - 1; needs N > 1
-};
-
-struct RmsNormOptions {
-  double weight_offset = 0.0;
-  /// "default": rounded once, at the store. "llama": x * rstd is rounded to the input's dtype
-  /// before the product with the weight (Hugging Face's LlamaRMSNorm).
-  std::string casting_mode = "default";
-};
+// LayerNormOptions and RmsNormOptions, what they mean and what they default to: operators/options.h.
 
 /// y = (x - mean) / sqrt(variance + eps) * weight + bias, over each row (Ba et al. 2016), as
 /// torch::layer_norm.

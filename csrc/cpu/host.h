@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "operators/ops.h"
+#include "operators/arguments.h"
 #include "device/tensor_rows.h"
 #include "cpu/kernels/row_kernels.h"
 

@@ -3,12 +3,12 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "operators/add_ops.h"
-#include "operators/checks.h"
 #include "maths/row_norm.h"
 #include "maths/rows.h"
 
 namespace fusednorm {
+
+using at::Tensor;
 
 inline DType dtype_of(at::ScalarType dtype) {
   switch (dtype) {
@@ -96,74 +96,5 @@ inline int64_t extent_bytes(const Tensor& tensor) {
   for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
   return (last + 1) * tensor.element_size();
 }
-
-// ---- The functions of a dispatch key, for a device that has kernels ----
-
-/// Device gives empty(sizes, dtype, like), forward_rows (mean and rstd undefined: not wanted),
-/// backward_rows, add_forward_rows (residual_out may be the residual) and add_backward_rows.
-template <class Device>
-struct DeviceBackend {
-  static Tensor output(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in) {
-    checks::check_forward(norm, in);
-    Tensor output = Device::empty(in.input.sizes(), in.input.scalar_type(), in.input);
-    Device::forward_rows(norm, in, output, Tensor(), Tensor());
-    return output;
-  }
-
-  static ThreeTensors forward(c10::DispatchKeySet, const Norm& norm, const ForwardInputs& in,
-                              std::optional<at::ScalarType> out_dtype) {
-    checks::check_forward(norm, in, out_dtype);
-    const auto dtype = out_dtype.value_or(in.input.scalar_type());
-    Tensor output = Device::empty(in.input.sizes(), dtype, in.input);
-    Tensor mean = norm.centered ? statistic(in) : Tensor(), rstd = statistic(in);
-    Device::forward_rows(norm, in, output, mean, rstd);
-    return {std::move(output), std::move(mean), std::move(rstd)};
-  }
-
-  static ThreeTensors backward(c10::DispatchKeySet, const Norm& norm, const BackwardInputs& in) {
-    checks::check_backward(norm, in);
-    return Device::backward_rows(norm, in);
-  }
-
-  static TwoTensors add(c10::DispatchKeySet, const Norm& norm, const AddInputs& in) {
-    checks::check_add(norm, in);
-    Tensor output = Device::empty(in.input.sizes(), in.input.scalar_type(), in.input);
-    Tensor residual_out = Device::empty(in.input.sizes(), in.residual.scalar_type(), in.input);
-    Device::add_forward_rows(norm, in, output, residual_out, Tensor(), Tensor());
-    return {std::move(output), std::move(residual_out)};
-  }
-
-  static Tensor add_in_place(c10::DispatchKeySet, const Norm& norm, const AddInputs& in) {
-    checks::check_add_in_place(norm, in);
-    checks::check_apart(norm, in);
-    Tensor output = Device::empty(in.input.sizes(), in.input.scalar_type(), in.input);
-    Device::add_forward_rows(norm, in, output, in.residual, Tensor(), Tensor());
-    return output;
-  }
-
-  static FourTensors add_forward(c10::DispatchKeySet, const Norm& norm, const AddInputs& in,
-                                 std::optional<at::ScalarType> out_dtype) {
-    checks::check_add(norm, in, out_dtype);
-    const auto dtype = out_dtype.value_or(in.input.scalar_type());
-    Tensor output = Device::empty(in.input.sizes(), dtype, in.input);
-    Tensor residual_out = Device::empty(in.input.sizes(), in.residual.scalar_type(), in.input);
-    const ForwardInputs of_norm = in.of(residual_out);
-    Tensor mean = norm.centered ? statistic(of_norm) : Tensor(), rstd = statistic(of_norm);
-    Device::add_forward_rows(norm, in, output, residual_out, mean, rstd);
-    return {std::move(output), std::move(residual_out), std::move(mean), std::move(rstd)};
-  }
-
-  static FourTensors add_backward(c10::DispatchKeySet, const Norm& norm,
-                                  const AddBackwardInputs& in) {
-    checks::check_add_backward(norm, in);
-    return Device::add_backward_rows(norm, in);
-  }
-
- private:
-  static Tensor statistic(const ForwardInputs& in) {
-    const auto leading = in.input.sizes().slice(0, in.input.dim() - in.normalized_shape.size());
-    return Device::empty(leading, accumulation_dtype(in.input.scalar_type()), in.input);
-  }
-};
 
 }  // namespace fusednorm
