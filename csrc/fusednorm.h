@@ -22,12 +22,7 @@
 #include <tuple>
 
 #include "operators/options.h"
-
-#if defined(__GNUC__)
-#define FUSEDNORM_API __attribute__((visibility("default")))
-#else
-#define FUSEDNORM_API
-#endif
+#include "operators/visibility.h"
 
 namespace fusednorm {
 

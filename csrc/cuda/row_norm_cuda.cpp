@@ -9,7 +9,7 @@
 #include <bit>
 #include <limits>
 
-#include "operators/checks.h"
+#include "device/device_key.h"
 #include "device/tensor_rows.h"
 #include "device/two_steps.h"
 #include "cuda/kernels/row_norm_launch.h"
@@ -149,23 +149,15 @@ void set_common(const Norm& norm, const Sizes& sizes, const Plan& plan, const Af
 
 // ---- Forward ----
 
-/// Statistics of nothing: 0/0.
-void fill_statistics(const Tensor& mean, const Tensor& rstd) {
-  for (const Tensor& statistic : {mean, rstd}) {
-    if (statistic.defined()) statistic.fill_(std::numeric_limits<double>::quiet_NaN());
-  }
-}
-
 /// What a forward kernel needs to know beyond set_common. `rows`: those that are held.
 void set_forward(const Norm& norm, const Sizes& sizes, const cuda::ForwardPlan& plan,
-                 const Rows& rows, const Affine& bias, const Tensor& output, const Tensor& mean,
-                 const Tensor& rstd, ForwardArgs* args) {
+                 const Rows& rows, const Affine& bias, const Outputs& to, ForwardArgs* args) {
   args->input = rows.layout;
   args->source = source_of(rows, plan.columns, sizes);
-  args->output = writable(output);
-  args->output_exact = rows_are_exact(output, plan.columns, sizes);
-  args->mean = writable(mean);
-  args->rstd = writable(rstd);
+  args->output = writable(to.output);
+  args->output_exact = rows_are_exact(to.output, plan.columns, sizes);
+  args->mean = writable(to.mean);
+  args->rstd = writable(to.rstd);
   args->bias = bias.parameter;
   args->has_offset = norm.weight_offset != 0;
   args->units = plan.units;
@@ -173,27 +165,28 @@ void set_forward(const Norm& norm, const Sizes& sizes, const cuda::ForwardPlan& 
   args->log2_cluster = std::bit_width(static_cast<unsigned>(plan.cluster)) - 1;
 }
 
-void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& output,
-                  const Tensor& mean, const Tensor& rstd) {
-  const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
-  check_launchable(norm, in.input, sizes);
-  if (sizes.cols == 0) return fill_statistics(mean, rstd);
+void forward_rows(const Call& call, const Outputs& to) {
+  const Norm& norm = call.norm;
+  const Tensor& input = *call.input;
+  const Sizes sizes = sizes_of(input, call.normalized_shape.size());
+  check_launchable(norm, input, sizes);
+  if (sizes.cols == 0) return fill_statistics(to);
   if (sizes.rows == 0) return;
-  const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
-  const DType in_dtype = dtype_of(in.input.scalar_type());
-  const DType out_dtype = dtype_of(output.scalar_type());
-  const cuda::DeviceGuard guard(in.input);
-  const cuda::Architecture& architecture = cuda::architecture_of(in.input);
+  const auto acc_dtype = accumulation_dtype(input.scalar_type());
+  const DType in_dtype = dtype_of(input.scalar_type());
+  const DType out_dtype = dtype_of(to.output.scalar_type());
+  const cuda::DeviceGuard guard(input);
+  const cuda::Architecture& architecture = cuda::architecture_of(input);
   const auto plan = cuda::forward_plan(sizes.cols, in_dtype, out_dtype, architecture);
-  check_plan(norm, in.input, plan.shared_bytes, architecture);
+  check_plan(norm, input, plan.shared_bytes, architecture);
 
-  const Rows rows = rows_of(in.input, sizes);
-  const Affine weight(in.weight, acc_dtype), bias(in.bias, acc_dtype);
+  const Rows rows = rows_of(input, sizes);
+  const Affine weight(*call.weight, acc_dtype), bias(*call.bias, acc_dtype);
   ForwardArgs args = {};
   set_common(norm, sizes, plan, weight, acc_dtype, &args);
-  set_forward(norm, sizes, plan, rows, bias, output, mean, rstd, &args);
+  set_forward(norm, sizes, plan, rows, bias, to, &args);
   check_launch(norm, with_pair(in_dtype, out_dtype, [&](auto pair) {
-                 return cuda::launch_forward<pair.in, pair.other>(norm.centered, plan, args,
+                 return cuda::launch_forward<pair.in, pair.other>(norm.centered(), plan, args,
                                                                   cuda::current_stream());
                }));
   cuda::launched();
@@ -201,44 +194,46 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
 
 // ---- Backward ----
 
-/// The gradients of weight and bias; that of the rows goes where launch(plan, sizes, args, reduce)
-/// has told the kernel, and to grad_input, if it is defined.
+/// The gradients of weight and bias of a norm's call (of a sum, call.of_sum); that of the rows goes
+/// where launch(plan, sizes, args, reduce) has told the kernel, and to made->input, if it is
+/// defined.
 template <class Args, class Launch>
-std::array<Tensor, 2> run_backward(const Norm& norm, const BackwardInputs& in,
-                                   const Tensor& grad_input, const Launch& launch) {
-  const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
-  check_launchable(norm, in.input, sizes);
-  const auto acc_dtype = accumulation_dtype(in.input.scalar_type());
+void run_backward(const Call& call, Gradients* made, const Launch& launch) {
+  const Norm& norm = call.norm;
+  const Tensor& rows = *call.input;
+  const Sizes sizes = sizes_of(rows, call.normalized_shape.size());
+  check_launchable(norm, rows, sizes);
+  const auto acc_dtype = accumulation_dtype(rows.scalar_type());
   const int64_t acc_size = acc_dtype == at::kDouble ? 8 : 4;
-  const auto shape = C10_AS_INTARRAYREF_SLOW(in.normalized_shape);
-  const cuda::DeviceGuard guard(in.input);
-  std::array<Tensor, 2> gradients;
-  if (in.output_mask[1]) gradients[0] = empty(shape, checks::grad_weight_dtype(in), in.input);
-  if (in.output_mask[2]) gradients[1] = empty(shape, checks::grad_bias_dtype(in), in.input);
-  const int parameters = in.output_mask[1] + in.output_mask[2];
+  const auto shape = C10_AS_INTARRAYREF_SLOW(call.normalized_shape);
+  const cuda::DeviceGuard guard(rows);
+  const auto& [wants_rows, none, wants_weight, wants_bias] = call.wanted;
+  if (wants_weight) made->weight = empty(shape, checks::grad_weight_dtype(call), rows);
+  if (wants_bias) made->bias = empty(shape, checks::grad_bias_dtype(call), rows);
+  const int parameters = wants_weight + wants_bias;
   const bool any_row = sizes.rows > 0;
-  if (sizes.cols == 0 || (parameters == 0 && !(any_row && in.output_mask[0]))) return gradients;
+  if (sizes.cols == 0 || (parameters == 0 && !(any_row && wants_rows))) return;
 
-  const DType in_dtype = dtype_of(in.input.scalar_type());
-  const DType grad_dtype = dtype_of(in.grad_output.scalar_type());
-  const cuda::Architecture& architecture = cuda::architecture_of(in.input);
-  const auto plan = cuda::backward_plan(sizes.rows, sizes.cols, in_dtype, grad_dtype, norm.centered,
-                                        architecture);
-  check_plan(norm, in.input, plan.shared_bytes, architecture);
+  const DType in_dtype = dtype_of(rows.scalar_type());
+  const DType grad_dtype = dtype_of(call.grad_output->scalar_type());
+  const cuda::Architecture& architecture = cuda::architecture_of(rows);
+  const auto plan = cuda::backward_plan(sizes.rows, sizes.cols, in_dtype, grad_dtype,
+                                        norm.centered(), architecture);
+  check_plan(norm, rows, plan.shared_bytes, architecture);
 
   // One workspace: the groups' sums, then, of two launches, the rows' sums.
   const int64_t stride = cuda::partial_stride(sizes.cols);
   const int64_t partials = plan.groups * parameters * stride;
   const int64_t row_sums = plan.cluster < plan.blocks_per_row
-                               ? sizes.rows * (norm.centered ? 3 : 1) * (plan.threads_per_row / 32)
+                               ? sizes.rows * (norm.centered() ? 3 : 1) * (plan.threads_per_row / 32)
                                : 0;
-  const Tensor workspace = empty({partials + row_sums}, acc_dtype, in.input);
+  const Tensor workspace = empty({partials + row_sums}, acc_dtype, rows);
   cuda::may_use(workspace);
 
-  const Rows grad_output = rows_of(in.grad_output, sizes), input = rows_of(in.input, sizes);
-  const Tensor mean = in.mean.defined() ? in.mean.contiguous() : Tensor();
-  const Tensor rstd = in.rstd.contiguous();
-  const Affine weight(in.weight, acc_dtype);
+  const Rows grad_output = rows_of(*call.grad_output, sizes), input = rows_of(rows, sizes);
+  const Tensor mean = call.mean->defined() ? call.mean->contiguous() : Tensor();
+  const Tensor rstd = call.rstd->contiguous();
+  const Affine weight(*call.weight, acc_dtype);
   Args args = {};
   cuda::ReduceArgs reduce = {};
   set_common(norm, sizes, plan, weight, acc_dtype, &args);
@@ -252,12 +247,13 @@ std::array<Tensor, 2> run_backward(const Norm& norm, const BackwardInputs& in,
     args.mean = mean.defined() ? mean.const_data_ptr() : nullptr;
     args.rstd = rstd.const_data_ptr();
   }
-  args.grad_input = writable(grad_input);
-  args.grad_input_exact = grad_input.defined() && rows_are_exact(grad_input, plan.columns, sizes);
+  args.grad_input = writable(made->input);
+  args.grad_input_exact =
+      made->input.defined() && rows_are_exact(made->input, plan.columns, sizes);
   char* const memory = static_cast<char*>(workspace.data_ptr());
   args.partials = parameters > 0 ? memory : nullptr;
-  args.grad_weight = in.output_mask[1];
-  args.grad_bias = in.output_mask[2];
+  args.grad_weight = wants_weight;
+  args.grad_bias = wants_bias;
   args.row_sums = memory + partials * acc_size;
   args.blocks_per_row = plan.blocks_per_row;
   args.stages = plan.stages;
@@ -266,30 +262,31 @@ std::array<Tensor, 2> run_backward(const Norm& norm, const BackwardInputs& in,
   reduce.groups = plan.groups;
   reduce.cols = sizes.cols;
   reduce.stride = stride;
-  for (const Tensor& gradient : gradients) {
+  for (const Tensor& gradient : {made->weight, made->bias}) {
     if (!gradient.defined()) continue;
     reduce.dtypes[reduce.parameters] = dtype_of(gradient.scalar_type());
     reduce.gradients[reduce.parameters++] = writable(gradient);
   }
   check_launch(norm, launch(plan, sizes, &args, reduce));
   cuda::launched();
-  return gradients;
 }
 
-ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
-  const DType in_dtype = dtype_of(in.input.scalar_type());
-  const DType grad_dtype = dtype_of(in.grad_output.scalar_type());
-  Tensor grad_input;
-  if (in.output_mask[0]) grad_input = empty(in.input.sizes(), in.input.scalar_type(), in.input);
-  auto [grad_weight, grad_bias] = run_backward<BackwardArgs>(
-      norm, in, grad_input,
+Gradients backward_rows(const Call& call) {
+  const DType in_dtype = dtype_of(call.input->scalar_type());
+  const DType grad_dtype = dtype_of(call.grad_output->scalar_type());
+  Gradients made;
+  if (call.wanted.input) {
+    made.input = empty(call.input->sizes(), call.input->scalar_type(), *call.input);
+  }
+  run_backward<BackwardArgs>(
+      call, &made,
       [&](const auto& plan, const Sizes&, const BackwardArgs* args, const auto& reduce) {
         return with_pair(in_dtype, grad_dtype, [&](auto pair) {
-          return cuda::launch_backward<pair.in, pair.other>(norm.centered, plan, *args, reduce,
-                                                            cuda::current_stream());
+          return cuda::launch_backward<pair.in, pair.other>(call.norm.centered(), plan, *args,
+                                                            reduce, cuda::current_stream());
         });
       });
-  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+  return made;
 }
 
 // ---- The residual add, as steps of its own ----
@@ -311,51 +308,44 @@ void store(const Tensor& wide, const Tensor& target) {
   target.copy_(at::where(back == wide, bits, at::bitwise_or(towards_zero, 1)).view(at::kFloat));
 }
 
-void add(const AddInputs& in, const Tensor& residual_out) {
-  const bool wide =
-      in.input.scalar_type() == at::kDouble || in.residual.scalar_type() == at::kDouble;
+void add(const Call& call, const Tensor& residual_out) {
+  const Tensor &input = *call.input, &residual = *call.residual;
+  const bool wide = input.scalar_type() == at::kDouble || residual.scalar_type() == at::kDouble;
   const auto acc_dtype = wide ? at::kDouble : at::kFloat;
-  store(at::add(in.input.to(acc_dtype), in.residual.to(acc_dtype), in.alpha), residual_out);
+  store(at::add(input.to(acc_dtype), residual.to(acc_dtype), call.alpha), residual_out);
 }
 
-void split(const Tensor& gradient, size_t, const OptionalTensor& grad_residual_out, double alpha,
-           const Tensor& grad_input, const Tensor& grad_residual) {
-  const bool adds = grad_residual_out.has_value() && grad_residual_out->defined();
-  const Tensor sum = adds ? gradient + *grad_residual_out : gradient;
-  if (grad_input.defined()) store(sum, grad_input);
-  if (grad_residual.defined()) store(alpha == 1 ? sum : sum * alpha, grad_residual);
+void split(const Tensor& gradient, const Call& call, const Gradients& to) {
+  const bool more = present(*call.grad_residual_out);
+  const Tensor sum = more ? gradient + **call.grad_residual_out : gradient;
+  if (to.input.defined()) store(sum, to.input);
+  if (to.residual.defined()) store(call.alpha == 1 ? sum : sum * call.alpha, to.residual);
 }
 
 /// The kernel writes grad_input in the input's dtype, so the input is widened; but for the x_hat
 /// that the llama mode rounds to that dtype for grad_weight.
-ThreeTensors backward_rows_wide(const Norm& norm, const BackwardInputs& in) {
-  const bool narrow = accumulation_dtype(in.input.scalar_type()) != in.input.scalar_type();
-  const bool rounds = norm.llama() && narrow && in.output_mask[1];
-  const Tensor input = in.input.to(in.grad_output.scalar_type());
-  auto [grad_input, grad_weight, grad_bias] =
-      backward_rows(norm, {in.grad_output,
-                           input,
-                           in.normalized_shape,
-                           in.mean,
-                           in.rstd,
-                           in.weight,
-                           in.bias,
-                           {in.output_mask[0], in.output_mask[1] && !rounds, in.output_mask[2]}});
+Gradients backward_rows_wide(const Call& call) {
+  const auto dtype = call.input->scalar_type();
+  const bool rounds =
+      call.norm.llama() && accumulation_dtype(dtype) != dtype && call.wanted.weight;
+  const Tensor input = call.input->to(call.grad_output->scalar_type());
+  Call wide = call;
+  wide.input = &input;
+  wide.wanted.weight = call.wanted.weight && !rounds;
+  Gradients made = backward_rows(wide);
   if (rounds) {
-    const Tensor grad_output = in.grad_output.to(at::kFloat), rstd = in.rstd.to(at::kFloat);
-    grad_weight = std::get<1>(backward_rows(norm, {grad_output,
-                                                   in.input,
-                                                   in.normalized_shape,
-                                                   in.mean,
-                                                   rstd,
-                                                   in.weight,
-                                                   in.bias,
-                                                   {false, true, false}}));
+    const Tensor grad_output = call.grad_output->to(at::kFloat), rstd = call.rstd->to(at::kFloat);
+    Call rounding = call;
+    rounding.grad_output = &grad_output;
+    rounding.rstd = &rstd;
+    rounding.wanted = {};
+    rounding.wanted.weight = true;
+    made.weight = backward_rows(rounding).weight;
   }
   // Of an absent parameter, the dtype is the input's.
-  if (grad_weight.defined()) grad_weight = grad_weight.to(checks::grad_weight_dtype(in));
-  if (grad_bias.defined()) grad_bias = grad_bias.to(checks::grad_bias_dtype(in));
-  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+  if (made.weight.defined()) made.weight = made.weight.to(checks::grad_weight_dtype(call));
+  if (made.bias.defined()) made.bias = made.bias.to(checks::grad_bias_dtype(call));
+  return made;
 }
 
 struct Cuda {
@@ -365,9 +355,8 @@ struct Cuda {
   static constexpr auto backward_rows_wide = &fusednorm::backward_rows_wide;
   static constexpr auto add = &fusednorm::add;
   static constexpr auto split = &fusednorm::split;
-  static void add_forward_rows(const Norm&, const AddInputs&, const Tensor&, const Tensor&,
-                               const Tensor&, const Tensor&);
-  static FourTensors add_backward_rows(const Norm&, const AddBackwardInputs&);
+  static void add_forward_rows(const Call& call, const Outputs& to);
+  static Gradients add_backward_rows(const Call& call);
 };
 
 // ---- The residual add, fused ----
@@ -377,87 +366,87 @@ bool is_add_pair(at::ScalarType input, at::ScalarType residual) {
   return input == residual || (residual == at::kFloat && input != at::kDouble);
 }
 
-void Cuda::add_forward_rows(const Norm& norm, const AddInputs& in, const Tensor& output,
-                            const Tensor& residual_out, const Tensor& mean, const Tensor& rstd) {
-  const auto dtype = output.scalar_type(), residual_dtype = residual_out.scalar_type();
-  if (!is_add_pair(dtype, residual_dtype) || in.input.scalar_type() != dtype) {
-    return TwoSteps<Cuda>::forward(norm, in, output, residual_out, mean, rstd);
+void Cuda::add_forward_rows(const Call& call, const Outputs& to) {
+  const Norm& norm = call.norm;
+  const Tensor& input = *call.input;
+  const auto dtype = to.output.scalar_type(), residual_dtype = to.residual_out.scalar_type();
+  if (!is_add_pair(dtype, residual_dtype) || input.scalar_type() != dtype) {
+    return TwoSteps<Cuda>::forward(call, to);
   }
-  const Sizes sizes = sizes_of(in.input, in.normalized_shape.size());
-  check_launchable(norm, in.input, sizes);
-  if (sizes.cols == 0) return fill_statistics(mean, rstd);
+  const Sizes sizes = sizes_of(input, call.normalized_shape.size());
+  check_launchable(norm, input, sizes);
+  if (sizes.cols == 0) return fill_statistics(to);
   if (sizes.rows == 0) return;
   const auto acc_dtype = accumulation_dtype(residual_dtype);
   const DType in_dtype = dtype_of(dtype), held_dtype = dtype_of(residual_dtype);
-  const cuda::DeviceGuard guard(in.input);
-  const cuda::Architecture& architecture = cuda::architecture_of(in.input);
+  const cuda::DeviceGuard guard(input);
+  const cuda::Architecture& architecture = cuda::architecture_of(input);
   const auto plan = cuda::forward_plan(sizes.cols, held_dtype, in_dtype, architecture);
-  check_plan(norm, in.input, plan.shared_bytes, architecture);
+  check_plan(norm, input, plan.shared_bytes, architecture);
 
-  const Rows residual = rows_of(in.residual, sizes), addend = rows_of(in.input, sizes);
+  const Rows residual = rows_of(*call.residual, sizes), addend = rows_of(input, sizes);
   const cuda::Source addend_source = source_of(addend, plan.columns, sizes);
   // In place a thread may write only what no other one reads: whole chunks, and rows without gaps.
   // Any other residual gets its sum by a copy.
-  const bool direct = !residual_out.is_same(in.residual) ||
-                      (residual_out.is_contiguous() &&
-                       rows_are_exact(residual_out, plan.columns, sizes) && addend_source.exact);
-  const Tensor sum = direct ? residual_out : empty(in.input.sizes(), residual_dtype, in.input);
-  const Affine weight(in.weight, acc_dtype), bias(in.bias, acc_dtype);
+  const bool direct = !to.residual_out.is_same(*call.residual) ||
+                      (to.residual_out.is_contiguous() &&
+                       rows_are_exact(to.residual_out, plan.columns, sizes) && addend_source.exact);
+  const Tensor sum = direct ? to.residual_out : empty(input.sizes(), residual_dtype, input);
+  const Affine weight(*call.weight, acc_dtype), bias(*call.bias, acc_dtype);
   AddForwardArgs args = {};
   set_common(norm, sizes, plan, weight, acc_dtype, &args);
-  set_forward(norm, sizes, plan, residual, bias, output, mean, rstd, &args);
+  set_forward(norm, sizes, plan, residual, bias, to, &args);
   args.addend = addend.layout;
   args.addend_source = addend_source;
   args.residual_out = writable(sum);
   args.residual_out_exact = rows_are_exact(sum, plan.columns, sizes);
-  args.alpha = in.alpha;
+  args.alpha = call.alpha;
   check_launch(norm, with_pair(in_dtype, held_dtype, [&](auto pair) {
-                 return cuda::launch_add_forward<pair.in, pair.other>(norm.centered, plan, args,
+                 return cuda::launch_add_forward<pair.in, pair.other>(norm.centered(), plan, args,
                                                                       cuda::current_stream());
                }));
   cuda::launched();
-  if (!direct) residual_out.copy_(sum);
+  if (!direct) to.residual_out.copy_(sum);
 }
 
-FourTensors Cuda::add_backward_rows(const Norm& norm, const AddBackwardInputs& in) {
-  const auto dtype = in.grad_output.scalar_type(), residual_dtype = in.residual_out.scalar_type();
-  if (!is_add_pair(dtype, residual_dtype) || in.input_dtype != dtype) {
-    return TwoSteps<Cuda>::backward(norm, in);
+Gradients Cuda::add_backward_rows(const Call& call) {
+  const Tensor& sum = *call.residual_out;
+  const auto dtype = call.grad_output->scalar_type(), residual_dtype = sum.scalar_type();
+  if (!is_add_pair(dtype, residual_dtype) || call.input_dtype != dtype) {
+    return TwoSteps<Cuda>::backward(call);
   }
-  const bool adds = in.grad_residual_out.has_value() && in.grad_residual_out->defined();
-  Tensor grad_input, grad_residual;
-  if (in.output_mask[0]) grad_input = empty(in.residual_out.sizes(), dtype, in.residual_out);
-  if (in.output_mask[1]) {
-    grad_residual = empty(in.residual_out.sizes(), residual_dtype, in.residual_out);
-  }
+  Gradients made;
+  if (call.wanted.input) made.input = empty(sum.sizes(), dtype, sum);
+  if (call.wanted.residual) made.residual = empty(sum.sizes(), residual_dtype, sum);
   std::optional<Rows> more;
-  auto [grad_weight, grad_bias] = run_backward<AddBackwardArgs>(
-      norm, in.of_norm(), grad_input,
+  run_backward<AddBackwardArgs>(
+      call.of_sum(sum), &made,
       [&](const auto& plan, const Sizes& sizes, AddBackwardArgs* args, const auto& reduce) {
-        if (adds && sizes.rows > 0) {
-          more.emplace(rows_of(*in.grad_residual_out, sizes));
+        if (present(*call.grad_residual_out) && sizes.rows > 0) {
+          more.emplace(rows_of(**call.grad_residual_out, sizes));
           args->grad_residual_out = more->layout;
           args->grad_residual_out_source = source_of(*more, plan.columns, sizes);
         }
-        args->grad_residual = writable(grad_residual);
+        args->grad_residual = writable(made.residual);
         args->grad_residual_exact =
-            grad_residual.defined() && rows_are_exact(grad_residual, plan.columns, sizes);
-        args->alpha = in.alpha;
+            made.residual.defined() && rows_are_exact(made.residual, plan.columns, sizes);
+        args->alpha = call.alpha;
         return with_pair(dtype_of(dtype), dtype_of(residual_dtype), [&](auto pair) {
-          return cuda::launch_add_backward<pair.in, pair.other>(norm.centered, plan, *args, reduce,
-                                                                cuda::current_stream());
+          return cuda::launch_add_backward<pair.in, pair.other>(call.norm.centered(), plan, *args,
+                                                                reduce, cuda::current_stream());
         });
       });
-  return {std::move(grad_input), std::move(grad_residual), std::move(grad_weight),
-          std::move(grad_bias)};
+  return made;
 }
 
 }  // namespace
 
 #if defined(FUSEDNORM_SIMT)
-TORCH_LIBRARY_IMPL(fusednorm, CPU, m) { register_operators<DeviceBackend<Cuda>>(m); }
+TORCH_LIBRARY_IMPL(fusednorm, CPU, m) {
 #else
-TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) { register_operators<DeviceBackend<Cuda>>(m); }
+TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) {
 #endif
+  register_norms<DeviceKey<Cuda>, LayerNorm, RmsNorm, ScaleRows>(m);
+}
 
 }  // namespace fusednorm

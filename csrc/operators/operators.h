@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "operators/arguments.h"
+#include "operators/visibility.h"
 
 namespace fusednorm {
 
@@ -274,7 +275,7 @@ void register_norms(torch::Library& library) {
 
 // ---- Calls into the dispatcher; with a key set, a redispatch to it ----
 
-Outputs dispatch_outputs(const Call& call, std::optional<Keys> keys = {});
-Gradients dispatch_gradients(const Call& call, std::optional<Keys> keys = {});
+FUSEDNORM_API Outputs dispatch_outputs(const Call& call, std::optional<Keys> keys = {});
+FUSEDNORM_API Gradients dispatch_gradients(const Call& call, std::optional<Keys> keys = {});
 
 }  // namespace fusednorm
