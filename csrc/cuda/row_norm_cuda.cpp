@@ -9,10 +9,10 @@
 #include <bit>
 #include <limits>
 
-#include "operators/checks.h"
+#include "cuda/kernels/row_norm_launch.h"
 #include "device/tensor_rows.h"
 #include "device/two_steps.h"
-#include "cuda/kernels/row_norm_launch.h"
+#include "operators/checks.h"
 
 #if defined(FUSEDNORM_SIMT)
 #include "simt_host.h"
@@ -141,6 +141,7 @@ void set_common(const Norm& norm, const Sizes& sizes, const Plan& plan, const Af
   args->rows = sizes.rows;
   args->cols = sizes.cols;
   args->params = norm.params(acc_dtype);
+  args->centered = norm.centered;
   args->round_x_hat = norm.llama();
   args->threads_per_row = plan.threads_per_row;
   args->rows_per_block = plan.rows_per_block;
@@ -193,7 +194,7 @@ void forward_rows(const Norm& norm, const ForwardInputs& in, const Tensor& outpu
   set_common(norm, sizes, plan, weight, acc_dtype, &args);
   set_forward(norm, sizes, plan, rows, bias, output, mean, rstd, &args);
   check_launch(norm, with_pair(in_dtype, out_dtype, [&](auto pair) {
-                 return cuda::launch_forward<pair.in, pair.other>(norm.centered, plan, args,
+                 return cuda::launch_forward<pair.in, pair.other>(plan, args,
                                                                   cuda::current_stream());
                }));
   cuda::launched();
@@ -229,9 +230,8 @@ std::array<Tensor, 2> run_backward(const Norm& norm, const BackwardInputs& in,
   // One workspace: the groups' sums, then, of two launches, the rows' sums.
   const int64_t stride = cuda::partial_stride(sizes.cols);
   const int64_t partials = plan.groups * parameters * stride;
-  const int64_t row_sums = plan.cluster < plan.blocks_per_row
-                               ? sizes.rows * (norm.centered ? 3 : 1) * (plan.threads_per_row / 32)
-                               : 0;
+  const int64_t row_sums =
+      plan.cluster < plan.blocks_per_row ? sizes.rows * 3 * (plan.threads_per_row / 32) : 0;
   const Tensor workspace = empty({partials + row_sums}, acc_dtype, in.input);
   cuda::may_use(workspace);
 
@@ -285,7 +285,7 @@ ThreeTensors backward_rows(const Norm& norm, const BackwardInputs& in) {
       norm, in, grad_input,
       [&](const auto& plan, const Sizes&, const BackwardArgs* args, const auto& reduce) {
         return with_pair(in_dtype, grad_dtype, [&](auto pair) {
-          return cuda::launch_backward<pair.in, pair.other>(norm.centered, plan, *args, reduce,
+          return cuda::launch_backward<pair.in, pair.other>(plan, *args, reduce,
                                                             cuda::current_stream());
         });
       });
@@ -412,7 +412,7 @@ void Cuda::add_forward_rows(const Norm& norm, const AddInputs& in, const Tensor&
   args.residual_out_exact = rows_are_exact(sum, plan.columns, sizes);
   args.alpha = in.alpha;
   check_launch(norm, with_pair(in_dtype, held_dtype, [&](auto pair) {
-                 return cuda::launch_add_forward<pair.in, pair.other>(norm.centered, plan, args,
+                 return cuda::launch_add_forward<pair.in, pair.other>(plan, args,
                                                                       cuda::current_stream());
                }));
   cuda::launched();
@@ -444,7 +444,7 @@ FourTensors Cuda::add_backward_rows(const Norm& norm, const AddBackwardInputs& i
             grad_residual.defined() && rows_are_exact(grad_residual, plan.columns, sizes);
         args->alpha = in.alpha;
         return with_pair(dtype_of(dtype), dtype_of(residual_dtype), [&](auto pair) {
-          return cuda::launch_add_backward<pair.in, pair.other>(norm.centered, plan, *args, reduce,
+          return cuda::launch_add_backward<pair.in, pair.other>(plan, *args, reduce,
                                                                 cuda::current_stream());
         });
       });

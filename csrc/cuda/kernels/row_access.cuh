@@ -12,8 +12,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "maths/row_norm.h"
 #include "device.cuh"
+#include "maths/row_norm.h"
 #include "row_norm_launch.h"
 
 namespace fusednorm::cuda {

@@ -184,14 +184,15 @@ __device__ __forceinline__ acc_t sum_of(const acc_t (&a)[kAccumulators]) {
 /// Two passes: the mean; then the deviations from it and their squares. The mean of the deviations
 /// is what the first mean is off by: it takes its share out of the variance and mends the mean, so
 /// that of a constant row nothing is left.
-template <class Statistics, class acc_t, class Row>
-__device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& group, int cols,
+template <class acc_t, class Row>
+__device__ __forceinline__ RowStatistics<acc_t> row_statistics(bool centered, Row& row,
+                                                               Group& group, int cols,
                                                                const NormParams& params) {
   constexpr int kColumns = Row::kColumns;
   const acc_t count = static_cast<acc_t>(cols);
   RowStatistics<acc_t> result = {};
   acc_t squares;
-  if constexpr (Statistics::kCentered) {
+  if (centered) {
     acc_t sum[kAccumulators] = {};
     row.for_units([&](int64_t, auto load) {
       acc_t v[kColumns];
@@ -240,7 +241,8 @@ __device__ __forceinline__ RowStatistics<acc_t> row_statistics(Row& row, Group& 
   }
   result.variance = variance_of(squares, count, params);
   result.rstd = reciprocal_deviation(result.variance, params);
-  result.minus_shift_rstd *= result.rstd;
+  // Of RMSNorm -0: added to a product, it changes no bit, not even the sign of a 0.
+  result.minus_shift_rstd = centered ? result.minus_shift_rstd * result.rstd : acc_t(-0.0);
   result.extreme |=
       !(variance_floor(result.variance, params) >= static_cast<acc_t>(Range<acc_t>::kTiny));
   return result;
@@ -278,12 +280,12 @@ FN_HOST_DEVICE NormParams scaled(NormParams params, int exponent) {
 
 /// x_hat * (weight + offset) + bias, each where it is there. Both are on their way before either is
 /// needed. (Fetched a unit ahead they took 32 registers more, and kernels spilled.)
-template <class Statistics, int kColumns, class acc_t>
+template <int kColumns, class acc_t>
 __device__ __forceinline__ void apply_parameters(const ForwardArgs& args, int64_t col, int64_t left,
                                                  acc_t (&v)[kColumns]) {
   ParameterUnit<kColumns, acc_t> weight, bias;
   weight.fetch(args.weight, col, left);
-  if constexpr (Statistics::kCentered) bias.fetch(args.bias, col, left);
+  bias.fetch(args.bias, col, left);
   acc_t w[kColumns], b[kColumns];
   if (args.weight.data != nullptr) {
     weight.values(args.weight, w);
@@ -292,7 +294,7 @@ __device__ __forceinline__ void apply_parameters(const ForwardArgs& args, int64_
       for (int j = 0; j < kColumns; ++j) w[j] += static_cast<acc_t>(args.weight_offset);
     }
   }
-  if (Statistics::kCentered && args.bias.data != nullptr) {
+  if (args.bias.data != nullptr) {
     bias.values(args.bias, b);
     if (args.weight.data != nullptr) {
 #pragma unroll
@@ -307,8 +309,7 @@ __device__ __forceinline__ void apply_parameters(const ForwardArgs& args, int64_
   }
 }
 
-template <class Statistics, class T, class Out, int kUnitBytes, class Row, int kThreads,
-          int kBlocks>
+template <class T, class Out, int kUnitBytes, class Row, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     row_norm_forward(const typename Row::Args args) {
   if constexpr (runs_here<kUnitBytes>()) {
@@ -339,7 +340,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     if (args.cluster > 1) cluster_barrier();  // the others have started, and their memory is there
 
     RowStatistics<acc_t> statistics =
-        row_statistics<Statistics, acc_t>(data, group, cols, args.params);
+        row_statistics<acc_t>(args.centered, data, group, cols, args.params);
     int exponent = 0;
     acc_t saved_rstd = statistics.rstd;
     if (statistics.extreme && active) {
@@ -348,10 +349,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       if (exponent != 0) {
         data.rescale(exponent);
         statistics =
-            row_statistics<Statistics, acc_t>(data, group, cols, scaled(args.params, exponent));
+            row_statistics<acc_t>(args.centered, data, group, cols, scaled(args.params, exponent));
       }
       saved_rstd = power_of_two_times(statistics.rstd, -exponent);
-      if (Statistics::kCentered && statistics.variance == 0) {
+      if (args.centered && statistics.variance == 0) {
         // A constant row: x - mean is 0 at any scale, and rstd a matter of eps alone; not 0 times
         // infinity where that is beyond acc_t.
         saved_rstd = reciprocal_deviation(acc_t(0), args.params);
@@ -382,14 +383,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         load(v);
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
-          v[j] = normalize<Statistics, Math>(v[j], statistics.mean, statistics.rstd,
-                                             statistics.minus_shift_rstd);
+          v[j] = normalize<LayerNormStatistics, Math>(v[j], statistics.mean, statistics.rstd,
+                                                      statistics.minus_shift_rstd);
         }
         if (args.round_x_hat) {
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) v[j] = round_trip<T>(v[j]);
         }
-        apply_parameters<Statistics>(args, col, left, v);
+        apply_parameters(args, col, left, v);
         unit = pack<Out, kColumns>(v);
       }
       store_unit<kOut>(output + static_cast<int64_t>(col) * kOut, unit, left, args.output_exact,
