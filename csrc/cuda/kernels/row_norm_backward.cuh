@@ -2,7 +2,9 @@
 // on their way into a ring in shared memory; grad_weight and grad_bias gather in registers.
 #pragma once
 
-#include "row_norm_kernels.cuh"
+#include "parameters.cuh"
+#include "partial_sums.cuh"
+#include "row_statistics.cuh"
 
 namespace fusednorm::cuda {
 
@@ -58,62 +60,6 @@ __device__ __forceinline__ void extreme_row(const Source& source, Group& group,
   }
   group.turn = block.turn;
   if (group.cluster > 1) cluster_barrier();  // before others write to this block's exchange memory
-}
-
-/// Adds the slots' sums and writes them as the group's.
-template <int kUnits, int kColumns, class acc_t>
-__device__ __forceinline__ void store_partial(acc_t (&v)[kUnits][kColumns], const Group& group,
-                                              acc_t* partial, int64_t cols, char* memory) {
-  constexpr int kEach = 16 / sizeof(acc_t) < kColumns ? 16 / sizeof(acc_t) : kColumns;
-  if (group.slots == 1) {
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      const int64_t col = static_cast<int64_t>(k * group.threads + group.thread) * kColumns;
-      if (col >= cols) continue;
-#pragma unroll
-      for (int j = 0; j < kColumns; j += kEach) {
-        store_global<kEach * sizeof(acc_t)>(partial + col + j, pack<acc_t, kEach>(v[k] + j));
-      }
-    }
-    return;
-  }
-  const int columns = group.threads * kUnits * kColumns;
-  int contributors = group.slots, contributor = group.slot;
-  if (group.width < 32) {  // first the slots of a warp
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      if (step >= group.width) {
-#pragma unroll
-        for (int k = 0; k < kUnits; ++k) {
-#pragma unroll
-          for (int j = 0; j < kColumns; ++j) v[k][j] += __shfl_xor_sync(0xffffffffu, v[k][j], step);
-        }
-      }
-    }
-    contributors = static_cast<int>(blockDim.x) / 32;
-    contributor = static_cast<int>(threadIdx.x) / 32;
-  }
-  acc_t* const sums = reinterpret_cast<acc_t*>(memory);
-  if (group.width == 32 || static_cast<int>(threadIdx.x) % 32 < group.width) {
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      const int col = (k * group.threads + group.thread) * kColumns;
-#pragma unroll
-      for (int j = 0; j < kColumns; j += kEach) {
-        store_shared<kEach * sizeof(acc_t)>(sums + contributor * columns + col + j,
-                                            pack<acc_t, kEach>(v[k] + j));
-      }
-    }
-  }
-  __syncthreads();
-  for (int col = static_cast<int>(threadIdx.x); col < cols; col += static_cast<int>(blockDim.x)) {
-    acc_t sum = 0;
-    for (int c = 0; c < contributors; ++c) {
-      sum += value_of<acc_t>(load_shared<sizeof(acc_t)>(sums + c * columns + col));
-    }
-    store_global<sizeof(acc_t)>(partial + col, chunk_of(sum));
-  }
-  __syncthreads();  // the memory is used again
 }
 
 template <class T, class G, int kUnits, Phase kPhase, class Store>

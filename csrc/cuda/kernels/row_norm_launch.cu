@@ -8,7 +8,8 @@
 // With 6 pairs 140 or 116, and 66 or 90 empty ones, of the other unit size.
 // Both norms are one kernel: two for each took 91 s in place of 65 for bf16.
 #include "add_residual.cuh"
-#include "row_norm_kernels.cuh"
+#include "row_norm_backward.cuh"
+#include "row_norm_forward.cuh"
 #include "row_norm_launch.h"
 
 namespace fusednorm::cuda {
