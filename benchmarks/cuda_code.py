@@ -114,7 +114,6 @@ class Kernel:
     static_shared: int
     code: str = field(repr=False)
     family: str = ""  # forward, backward, reduce; "" where the name is none of ours
-    norm: str = ""
     dtype: str = ""
     other: str = ""  # dtype of the output or of grad_output
     adds: bool = False  # the fused residual add: dtype is the residual's, other also the input's
@@ -125,7 +124,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Short: ``forward layer_norm bfloat16 registers x4``."""
+        """Short: ``forward bfloat16 registers x4``."""
         if not self.family:
             return self.signature
         dtypes = self.dtype + (f"/{self.other}" if self.other not in ("", self.dtype) else "")
@@ -133,7 +132,7 @@ class Kernel:
         units = f" x{self.units}" if self.units else ""
         unit = f" ({self.unit_bytes}-byte units)" if self.unit_bytes not in (0, 16) else ""
         add = "add" if self.adds else ""
-        return " ".join(filter(None, (add, self.family, self.norm, dtypes, how))) + units + unit
+        return " ".join(filter(None, (add, self.family, dtypes, how))) + units + unit
 
     @functools.cached_property
     def opcodes(self) -> Counter[str]:
@@ -425,21 +424,20 @@ def describe(kernel: Kernel) -> Kernel:
         kernel.family, kernel.dtype = "reduce", _NAMES[arguments[0]]
     elif match[1] in ("row_norm_forward", "row_norm_backward"):
         kernel.family = match[1][9:]
-        kernel.norm = "layer_norm" if arguments[0].startswith("LayerNorm") else "rms_norm"
-        kernel.dtype, kernel.other = _NAMES[arguments[1]], _NAMES[arguments[2]]
+        kernel.dtype, kernel.other = _NAMES[arguments[0]], _NAMES[arguments[1]]
         if kernel.family == "backward":
-            kernel.unit_bytes, kernel.units, kernel.phase = 16, int(arguments[3]), _PHASES[arguments[4]]
+            kernel.unit_bytes, kernel.units, kernel.phase = 16, int(arguments[2]), _PHASES[arguments[3]]
             kernel.adds = "SplitStore" in arguments
-        elif arguments[4].startswith("Add"):
-            kernel.adds, kernel.unit_bytes = True, int(arguments[3])
-            kernel.residence = "registers" if arguments[4] == "AddRegisterRow" else "loops"
-            kernel.units = int(arguments[8]) if kernel.residence == "registers" else 0
+        elif arguments[3].startswith("Add"):
+            kernel.adds, kernel.unit_bytes = True, int(arguments[2])
+            kernel.residence = "registers" if arguments[3] == "AddRegisterRow" else "loops"
+            kernel.units = int(arguments[7]) if kernel.residence == "registers" else 0
         else:
-            kernel.unit_bytes = int(arguments[3])
-            if arguments[4] == "RegisterRow":
-                kernel.residence, kernel.units = "registers", int(arguments[7])
+            kernel.unit_bytes = int(arguments[2])
+            if arguments[3] == "RegisterRow":
+                kernel.residence, kernel.units = "registers", int(arguments[6])
             else:
-                kernel.residence = "shared memory" if arguments[7] == "true" else "streaming"
+                kernel.residence = "shared memory" if arguments[6] == "true" else "streaming"
     return kernel
 
 
@@ -563,7 +561,7 @@ class Code:
         self.arch, self.sm = arch, sm_of(arch)
         self.kernels = read_library(library, arch)
         self.by_plan = {
-            (k.family, k.norm, k.dtype, k.other, k.residence or k.phase, k.units, k.unit_bytes): k
+            (k.family, k.dtype, k.other, k.residence or k.phase, k.units, k.unit_bytes): k
             for k in self.kernels
             if k.family in ("forward", "backward") and not k.adds
         }
@@ -582,7 +580,7 @@ class Code:
         parts = [plan["kernel"]] if forward else phases
         units = 0 if loops else plan["units"]
         kernels = [
-            self.by_plan[direction, norm, dtype, other, part, units, plan["unit_bytes"]] for part in parts
+            self.by_plan[direction, dtype, other, part, units, plan["unit_bytes"]] for part in parts
         ]
         registers = max(k.registers for k in kernels)
         blocks = blocks_per_sm(

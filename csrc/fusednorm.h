@@ -26,7 +26,8 @@
 
 namespace fusednorm {
 
-// LayerNormOptions and RmsNormOptions, what they mean and what they default to: operators/options.h.
+// LayerNormOptions and RmsNormOptions, what they mean and what they default to:
+// operators/options.h.
 
 /// y = (x - mean) / sqrt(variance + eps) * weight + bias, over each row (Ba et al. 2016), as
 /// torch::layer_norm.

@@ -9,9 +9,9 @@
 #include <sys/mman.h>
 #endif
 
-#include "operators/arguments.h"
-#include "device/tensor_rows.h"
 #include "cpu/kernels/row_kernels.h"
+#include "device/tensor_rows.h"
+#include "operators/arguments.h"
 
 namespace fusednorm {
 

@@ -9,10 +9,10 @@
 #include <bit>
 #include <limits>
 
+#include "cuda/kernels/row_norm_launch.h"
 #include "device/device_key.h"
 #include "device/tensor_rows.h"
 #include "device/two_steps.h"
-#include "cuda/kernels/row_norm_launch.h"
 
 #if defined(FUSEDNORM_SIMT)
 #include "simt_host.h"
@@ -141,6 +141,7 @@ void set_common(const Norm& norm, const Sizes& sizes, const Plan& plan, const Af
   args->rows = sizes.rows;
   args->cols = sizes.cols;
   args->params = norm.params(acc_dtype);
+  args->centered = norm.centered();
   args->round_x_hat = norm.llama();
   args->threads_per_row = plan.threads_per_row;
   args->rows_per_block = plan.rows_per_block;
@@ -186,7 +187,7 @@ void forward_rows(const Call& call, const Outputs& to) {
   set_common(norm, sizes, plan, weight, acc_dtype, &args);
   set_forward(norm, sizes, plan, rows, bias, to, &args);
   check_launch(norm, with_pair(in_dtype, out_dtype, [&](auto pair) {
-                 return cuda::launch_forward<pair.in, pair.other>(norm.centered(), plan, args,
+                 return cuda::launch_forward<pair.in, pair.other>(plan, args,
                                                                   cuda::current_stream());
                }));
   cuda::launched();
@@ -224,9 +225,8 @@ void run_backward(const Call& call, Gradients* made, const Launch& launch) {
   // One workspace: the groups' sums, then, of two launches, the rows' sums.
   const int64_t stride = cuda::partial_stride(sizes.cols);
   const int64_t partials = plan.groups * parameters * stride;
-  const int64_t row_sums = plan.cluster < plan.blocks_per_row
-                               ? sizes.rows * (norm.centered() ? 3 : 1) * (plan.threads_per_row / 32)
-                               : 0;
+  const int64_t row_sums =
+      plan.cluster < plan.blocks_per_row ? sizes.rows * 3 * (plan.threads_per_row / 32) : 0;
   const Tensor workspace = empty({partials + row_sums}, acc_dtype, rows);
   cuda::may_use(workspace);
 
@@ -248,8 +248,7 @@ void run_backward(const Call& call, Gradients* made, const Launch& launch) {
     args.rstd = rstd.const_data_ptr();
   }
   args.grad_input = writable(made->input);
-  args.grad_input_exact =
-      made->input.defined() && rows_are_exact(made->input, plan.columns, sizes);
+  args.grad_input_exact = made->input.defined() && rows_are_exact(made->input, plan.columns, sizes);
   char* const memory = static_cast<char*>(workspace.data_ptr());
   args.partials = parameters > 0 ? memory : nullptr;
   args.grad_weight = wants_weight;
@@ -282,8 +281,8 @@ Gradients backward_rows(const Call& call) {
       call, &made,
       [&](const auto& plan, const Sizes&, const BackwardArgs* args, const auto& reduce) {
         return with_pair(in_dtype, grad_dtype, [&](auto pair) {
-          return cuda::launch_backward<pair.in, pair.other>(call.norm.centered(), plan, *args,
-                                                            reduce, cuda::current_stream());
+          return cuda::launch_backward<pair.in, pair.other>(plan, *args, reduce,
+                                                            cuda::current_stream());
         });
       });
   return made;
@@ -326,8 +325,7 @@ void split(const Tensor& gradient, const Call& call, const Gradients& to) {
 /// that the llama mode rounds to that dtype for grad_weight.
 Gradients backward_rows_wide(const Call& call) {
   const auto dtype = call.input->scalar_type();
-  const bool rounds =
-      call.norm.llama() && accumulation_dtype(dtype) != dtype && call.wanted.weight;
+  const bool rounds = call.norm.llama() && accumulation_dtype(dtype) != dtype && call.wanted.weight;
   const Tensor input = call.input->to(call.grad_output->scalar_type());
   Call wide = call;
   wide.input = &input;
@@ -402,7 +400,7 @@ void Cuda::add_forward_rows(const Call& call, const Outputs& to) {
   args.residual_out_exact = rows_are_exact(sum, plan.columns, sizes);
   args.alpha = call.alpha;
   check_launch(norm, with_pair(in_dtype, held_dtype, [&](auto pair) {
-                 return cuda::launch_add_forward<pair.in, pair.other>(norm.centered(), plan, args,
+                 return cuda::launch_add_forward<pair.in, pair.other>(plan, args,
                                                                       cuda::current_stream());
                }));
   cuda::launched();
@@ -432,8 +430,8 @@ Gradients Cuda::add_backward_rows(const Call& call) {
             made.residual.defined() && rows_are_exact(made.residual, plan.columns, sizes);
         args->alpha = call.alpha;
         return with_pair(dtype_of(dtype), dtype_of(residual_dtype), [&](auto pair) {
-          return cuda::launch_add_backward<pair.in, pair.other>(call.norm.centered(), plan, *args,
-                                                                reduce, cuda::current_stream());
+          return cuda::launch_add_backward<pair.in, pair.other>(plan, *args, reduce,
+                                                                cuda::current_stream());
         });
       });
   return made;

@@ -55,7 +55,8 @@ struct TwoSteps {
     // The gradient of the sum stays in the wider accumulation type until all of it is there.
     const bool any_double = dtype == at::kDouble || call.input_dtype == at::kDouble;
     const auto wide_dtype = any_double ? at::kDouble : at::kFloat;
-    of_sum.norm.eps = call.norm.params(accumulation_dtype(dtype)).eps;  // that of the sum, when None
+    of_sum.norm.eps =
+        call.norm.params(accumulation_dtype(dtype)).eps;  // that of the sum, when None
     const Tensor grad_output = call.grad_output->to(wide_dtype), rstd = call.rstd->to(wide_dtype);
     const Tensor mean = call.mean->defined() ? call.mean->to(wide_dtype) : Tensor();
     of_sum.grad_output = &grad_output;

@@ -84,10 +84,9 @@ struct Autograd {
   static Outputs recorded(Keys keys, const Call& call) {
     using torch::autograd::collect_next_edges;
     const bool adds = adds_residual(call.form);
-    const auto node =
-        make_node(call, adds ? collect_next_edges(*call.input, *call.residual, *call.weight,
-                                                  *call.bias)
-                             : collect_next_edges(*call.input, *call.weight, *call.bias));
+    const auto node = make_node(
+        call, adds ? collect_next_edges(*call.input, *call.residual, *call.weight, *call.bias)
+                   : collect_next_edges(*call.input, *call.weight, *call.bias));
     Outputs made = [&] {
       at::AutoDispatchBelowADInplaceOrView guard;
       return dispatch_outputs(call, below(keys));
@@ -105,8 +104,8 @@ struct Autograd {
   static Outputs in_place(Keys keys, const Call& call) {
     each_differentiable(call, [&](std::string_view argument, const Tensor& tensor) {
       const bool tangent = torch::autograd::isFwGradDefined(tensor);
-      TORCH_CHECK(!tangent && !torch::autograd::compute_requires_grad(tensor), "fusednorm::",
-                  call.norm.op, ": ", argument,
+      TORCH_CHECK(!tangent && !torch::autograd::compute_requires_grad(tensor),
+                  "fusednorm::", call.norm.op, ": ", argument,
                   ": expected no gradient to be asked for (the residual is updated in place, for "
                   "inference), got a tensor ",
                   tangent ? "with a tangent" : "that requires grad", ": use ",

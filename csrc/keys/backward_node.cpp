@@ -47,9 +47,8 @@ Wanted BackwardConstants::wanted_of(const std::vector<bool>& edges) const {
 }
 
 variable_list BackwardConstants::gradients(const variable_list& grads, const Tensor& rows,
-                                           c10::SymIntArrayRef normalized_shape,
-                                           const Tensor& mean, const Tensor& rstd,
-                                           const Tensor& weight,
+                                           c10::SymIntArrayRef normalized_shape, const Tensor& mean,
+                                           const Tensor& rstd, const Tensor& weight,
                                            const std::vector<bool>& edges) const {
   const Wanted wanted = wanted_of(edges);
   OptionalTensor given_weight, bias, grad_residual_out;

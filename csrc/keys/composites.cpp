@@ -72,8 +72,7 @@ Outputs norm_of(const Call& call, at::ScalarType out_dtype) {
   Outputs made;
   if (norm.centered()) made.mean = input.detach().to(kComposite).mean(rows.dims).to(acc_dtype);
   made.output = output.to(out_dtype).contiguous();
-  made.rstd =
-      rows.rstd.detach().reshape_symint(checks::leading_shape(call)).to(acc_dtype);
+  made.rstd = rows.rstd.detach().reshape_symint(checks::leading_shape(call)).to(acc_dtype);
   return made;
 }
 

@@ -28,6 +28,8 @@
 
 #if defined(__CUDACC__)
 #define FN_HOST_DEVICE __host__ __device__ __forceinline__
+#elif defined(FUSEDNORM_SIMT)
+#define FN_HOST_DEVICE inline  // see tests/simt/simt.h
 #else
 #define FN_HOST_DEVICE inline __attribute__((always_inline))
 #endif

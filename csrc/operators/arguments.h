@@ -124,19 +124,19 @@ struct Gradients {
 
 namespace arg {
 
-#define FN_TYPE(name_, presence, shape_, dtype_, gradient_)                                  \
-  struct name_ {                                                                             \
-    static constexpr std::string_view name = #name_;                                         \
-    static constexpr bool is_tensor = true;                                                  \
-    static constexpr bool is_required = std::is_same_v<presence, Required>;                  \
-    static constexpr Shape shape = Shape::shape_;                                            \
-    static constexpr Dtype dtype = Dtype::dtype_;                                            \
-    static constexpr Gradient gradient = Gradient::gradient_;                                \
-    static constexpr std::string_view type = is_required ? "Tensor" : "Tensor?";             \
-    static constexpr std::string_view fallback = is_required ? "" : "None";                  \
-    using Passed = const std::remove_pointer_t<presence::Kept>&;                             \
-    static Passed get(const Call& call) { return *call.name_; }                              \
-    static void put(Call* call, Passed tensor) { call->name_ = &tensor; }                    \
+#define FN_TYPE(name_, presence, shape_, dtype_, gradient_)                      \
+  struct name_ {                                                                 \
+    static constexpr std::string_view name = #name_;                             \
+    static constexpr bool is_tensor = true;                                      \
+    static constexpr bool is_required = std::is_same_v<presence, Required>;      \
+    static constexpr Shape shape = Shape::shape_;                                \
+    static constexpr Dtype dtype = Dtype::dtype_;                                \
+    static constexpr Gradient gradient = Gradient::gradient_;                    \
+    static constexpr std::string_view type = is_required ? "Tensor" : "Tensor?"; \
+    static constexpr std::string_view fallback = is_required ? "" : "None";      \
+    using Passed = const std::remove_pointer_t<presence::Kept>&;                 \
+    static Passed get(const Call& call) { return *call.name_; }                  \
+    static void put(Call* call, Passed tensor) { call->name_ = &tensor; }        \
   };
 FN_TENSORS(FN_TYPE)
 #undef FN_TYPE
@@ -150,13 +150,13 @@ struct NoTensor {
   static constexpr bool is_tensor = false;
 };
 
-#define FN_TYPE(tag, name_, type_, fallback_, passed, place)               \
-  struct tag : NoTensor {                                                  \
-    static constexpr std::string_view name = name_, type = type_;          \
-    static constexpr std::string_view fallback = fallback_;                \
-    using Passed = passed;                                                 \
-    static Passed get(const Call& call) { return call.place; }             \
-    static void put(Call* call, Passed value) { call->place = value; }     \
+#define FN_TYPE(tag, name_, type_, fallback_, passed, place)           \
+  struct tag : NoTensor {                                              \
+    static constexpr std::string_view name = name_, type = type_;      \
+    static constexpr std::string_view fallback = fallback_;            \
+    using Passed = passed;                                             \
+    static Passed get(const Call& call) { return call.place; }         \
+    static void put(Call* call, Passed value) { call->place = value; } \
   };
 FN_TYPE(normalized_shape, "normalized_shape", "SymInt[]", "", c10::SymIntArrayRef, normalized_shape)
 FN_TYPE(num_groups, "num_groups", "int", "", int64_t, norm.num_groups)

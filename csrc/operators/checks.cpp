@@ -35,7 +35,7 @@ void check_wider(const Norm& norm, std::string_view argument, at::ScalarType dty
 struct Beside {
   const Call& call;
   const Tensor& rows;
-  c10::SymInt channels;      // GroupNorm's parameters are of this shape,
+  c10::SymInt channels;       // GroupNorm's parameters are of this shape,
   c10::SymInt statistics[2];  // its statistics of this
 
   explicit Beside(const Call& c) : call(c), rows(c.rows()) {}
@@ -54,7 +54,8 @@ struct Beside {
   }
 };
 
-void check_dtype(const Beside& beside, std::string_view argument, Dtype dtype, at::ScalarType given) {
+void check_dtype(const Beside& beside, std::string_view argument, Dtype dtype,
+                 at::ScalarType given) {
   const Norm& norm = beside.call.norm;
   const auto of_rows = beside.rows.scalar_type();
   switch (dtype) {
@@ -121,8 +122,7 @@ void check_rows(const Call& call) {
 void check_groups(const Norm& norm, const Tensor& input) {
   check_tensor(norm, "input", input);
   TORCH_CHECK(input.dim() >= 2, "fusednorm::", norm.op,
-              ": input: expected shape [N, C, *] (2 dimensions at least), got ",
-              input.sym_sizes());
+              ": input: expected shape [N, C, *] (2 dimensions at least), got ", input.sym_sizes());
   const auto channels = input.sym_size(1);
   TORCH_CHECK(norm.num_groups > 0, "fusednorm::", norm.op,
               ": num_groups: expected a positive number, got ", norm.num_groups);
@@ -138,8 +138,8 @@ void check_finite(const Norm& norm, std::string_view argument, double value) {
               ": expected a finite number, got ", value);
 }
 
-[[noreturn]] void refuse_choice(const Norm& norm, std::string_view argument,
-                                const Allowed& allowed, std::string_view given) {
+[[noreturn]] void refuse_choice(const Norm& norm, std::string_view argument, const Allowed& allowed,
+                                std::string_view given) {
   std::string expected;
   for (const std::string_view choice : allowed.choices) {
     if (!choice.empty()) {
@@ -178,9 +178,9 @@ void check_numbers(const Call& call) {
   for_each(EveryOption{}, [&](auto option) { check_option<decltype(option)>(call); });
   check_finite(norm, "alpha", call.alpha);
   if (call.out_dtype) check_wider(norm, "out_dtype", *call.out_dtype, call.input->scalar_type());
-  TORCH_CHECK(call.form != Form::kAddBackward || is_supported(call.input_dtype), "fusednorm::",
-              norm.op, ": input_dtype: expected float64, float32, bfloat16 or float16, got ",
-              call.input_dtype);
+  TORCH_CHECK(
+      call.form != Form::kAddBackward || is_supported(call.input_dtype), "fusednorm::", norm.op,
+      ": input_dtype: expected float64, float32, bfloat16 or float16, got ", call.input_dtype);
 }
 
 }  // namespace

@@ -1,8 +1,7 @@
 // The public C++ functions (fusednorm.h).
-#include "fusednorm.h"
-
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "fusednorm.h"
 #include "operators/operators.h"
 
 namespace fusednorm {
@@ -75,9 +74,11 @@ Tensor scale_norm(const Tensor& input, const Tensor& g, double eps) {
   return handle.call(input, g, eps);
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(
-    const Tensor& input, RowShape shape, const OptionalTensor& weight, const OptionalTensor& bias,
-    double eps, const LayerNormOptions& options, std::optional<at::ScalarType> out_dtype) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& input, RowShape shape,
+                                                      const OptionalTensor& weight,
+                                                      const OptionalTensor& bias, double eps,
+                                                      const LayerNormOptions& options,
+                                                      std::optional<at::ScalarType> out_dtype) {
   Call call = with(call_of(Form::kForward, eps, options), input, shape, weight, bias);
   call.out_dtype = out_dtype;
   Outputs made = dispatch_outputs(call);
@@ -98,9 +99,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     const Tensor& grad_output, const Tensor& input, RowShape shape, const Tensor& mean,
     const Tensor& rstd, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
     std::array<bool, 3> mask, const LayerNormOptions& options) {
-  Call call = with_gradient(
-      with(call_of(Form::kBackward, eps, options), input, shape, weight, bias), grad_output, rstd,
-      {mask[0], false, mask[1], mask[2]});
+  Call call =
+      with_gradient(with(call_of(Form::kBackward, eps, options), input, shape, weight, bias),
+                    grad_output, rstd, {mask[0], false, mask[1], mask[2]});
   call.mean = &mean;
   Gradients made = dispatch_gradients(call);
   return {std::move(made.input), std::move(made.weight), std::move(made.bias)};
@@ -112,14 +113,14 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_output, const Te
                                              std::optional<double> eps, std::array<bool, 2> mask,
                                              const RmsNormOptions& options) {
   Gradients made = dispatch_gradients(
-      with_gradient(with(call_of(Form::kBackward, eps, options), input, shape, weight),
-                    grad_output, rstd, {mask[0], false, mask[1], false}));
+      with_gradient(with(call_of(Form::kBackward, eps, options), input, shape, weight), grad_output,
+                    rstd, {mask[0], false, mask[1], false}));
   return {std::move(made.input), std::move(made.weight)};
 }
 
-std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual, RowShape shape,
-                                          const OptionalTensor& weight, const OptionalTensor& bias,
-                                          double eps, double alpha,
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual,
+                                          RowShape shape, const OptionalTensor& weight,
+                                          const OptionalTensor& bias, double eps, double alpha,
                                           const LayerNormOptions& options) {
   return output_and_sum(with_residual(
       with(call_of(Form::kAdd, eps, options), input, shape, weight, bias), residual, alpha));
@@ -128,17 +129,16 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& res
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual, RowShape shape,
                                         const OptionalTensor& weight, std::optional<double> eps,
                                         double alpha, const RmsNormOptions& options) {
-  return output_and_sum(with_residual(
-      with(call_of(Form::kAdd, eps, options), input, shape, weight), residual, alpha));
+  return output_and_sum(with_residual(with(call_of(Form::kAdd, eps, options), input, shape, weight),
+                                      residual, alpha));
 }
 
 Tensor add_layer_norm_(const Tensor& input, const Tensor& residual, RowShape shape,
                        const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                        double alpha, const LayerNormOptions& options) {
-  return dispatch_outputs(
-             with_residual(
-                 with(call_of(Form::kAddInPlace, eps, options), input, shape, weight, bias),
-                 residual, alpha))
+  return dispatch_outputs(with_residual(with(call_of(Form::kAddInPlace, eps, options), input, shape,
+                                             weight, bias),
+                                        residual, alpha))
       .output;
 }
 

@@ -75,10 +75,9 @@ void check_apart(const Call& call) {
     if (!tensor.defined() || tensor.numel() == 0) return;
     const bool same = tensor.const_data_ptr() == residual.const_data_ptr() &&
                       tensor.scalar_type() == residual.scalar_type() &&
-                      tensor.sizes() == residual.sizes() &&
-                      tensor.strides() == residual.strides();
-    TORCH_CHECK((same && may_be_same) || lie_apart(written, MemoryRuns(tensor)), "fusednorm::",
-                call.norm.op, ": ", argument,
+                      tensor.sizes() == residual.sizes() && tensor.strides() == residual.strides();
+    TORCH_CHECK((same && may_be_same) || lie_apart(written, MemoryRuns(tensor)),
+                "fusednorm::", call.norm.op, ": ", argument,
                 ": expected memory apart from residual, which is written to, got an overlap");
   };
   check(arg::input::name, *call.input, true);

@@ -69,13 +69,13 @@ constexpr Allowed one_of(Text... choices) {
 }  // namespace allowed
 
 namespace option {
-#define FN_TYPE(type_, name_, fallback_, allowed_, sentence_)                    \
-  struct name_ {                                                              \
-    using Type = KeptAs<type_>::type;                                          \
-    static constexpr std::string_view name = #name_, sentence = sentence_;    \
-    static constexpr Type fallback = fallback_;                               \
-    static constexpr Allowed allowed = allowed::allowed_;                             \
-    static constexpr Type Norm::*kept = &Norm::name_;                         \
+#define FN_TYPE(type_, name_, fallback_, allowed_, sentence_)              \
+  struct name_ {                                                           \
+    using Type = KeptAs<type_>::type;                                      \
+    static constexpr std::string_view name = #name_, sentence = sentence_; \
+    static constexpr Type fallback = fallback_;                            \
+    static constexpr Allowed allowed = allowed::allowed_;                  \
+    static constexpr Type Norm::*kept = &Norm::name_;                      \
   };
 FUSEDNORM_EVERY_OPTION(FN_TYPE)
 #undef FN_TYPE

@@ -46,8 +46,8 @@ template <class... Returns>
 std::string schema_of_returns(List<Returns...>, bool names) {
   std::string text;
   const auto append = [&](const char* name) {
-    text += std::string(text.empty() ? "" : ", ") + "Tensor" + (names ? " " : "") +
-            (names ? name : "");
+    text +=
+        std::string(text.empty() ? "" : ", ") + "Tensor" + (names ? " " : "") + (names ? name : "");
   };
   (append(Returns::name), ...);
   return sizeof...(Returns) == 1 ? text : '(' + text + ')';

@@ -24,7 +24,7 @@ struct LayerNorm {
   using KeywordParameters = List<>;
   using Options = LayerNormOptionList;
   using Statistics = List<arg::mean, arg::rstd>;
-  static constexpr bool widens = true;      // its output may be wider than its input
+  static constexpr bool widens = true;        // its output may be wider than its input
   static constexpr bool has_residual = true;  // there are forms with the residual add
 };
 
@@ -96,9 +96,9 @@ auto arguments_of(List<Options...>) -> List<arg::of<Options>...>;
 // ---- What is returned ----
 
 /// A tensor that a forward returns: its name, and its place among all outputs.
-#define FN_RETURN(name_)                               \
-  struct return_##name_ {                              \
-    static constexpr const char* name = #name_;        \
+#define FN_RETURN(name_)                                       \
+  struct return_##name_ {                                      \
+    static constexpr const char* name = #name_;                \
     static constexpr Tensor Outputs::*place = &Outputs::name_; \
   };
 FN_RETURN(output)
@@ -180,17 +180,17 @@ struct Operator {
                                                         typename NormOf::KeywordParameters>{}))>;
   using Returns = std::conditional_t<
       is_backward(kForm), GradientReturns,
-      Concatenation<List<return_output>,
-                    If<adds_residual(kForm) && kForm != Form::kAddInPlace, List<return_residual_out>>,
-                    If<keeps_statistics(kForm),
-                       decltype(returns_of(typename NormOf::Statistics{}))>>>;
+      Concatenation<
+          List<return_output>,
+          If<adds_residual(kForm) && kForm != Form::kAddInPlace, List<return_residual_out>>,
+          If<keeps_statistics(kForm), decltype(returns_of(typename NormOf::Statistics{}))>>>;
   using Result = typename ResultOf<Returns>::type;
 
   // In the order of ATen's native_layer_norm and its backward.
   using ForwardPositional = Concatenation<
       List<arg::input>,
-      If<adds_residual(kForm), List<std::conditional_t<kForm == Form::kAddInPlace, arg::written_residual,
-                                              arg::residual>>>,
+      If<adds_residual(kForm), List<std::conditional_t<kForm == Form::kAddInPlace,
+                                                       arg::written_residual, arg::residual>>>,
       typename NormOf::RowShape, typename NormOf::Parameters, typename NormOf::Eps>;
   using BackwardPositional = Concatenation<
       List<arg::grad_output>,
@@ -199,12 +199,11 @@ struct Operator {
       typename NormOf::RowShape, typename NormOf::Statistics, typename NormOf::Parameters,
       typename NormOf::Eps, If<adds_residual(kForm), List<arg::input_dtype>>,
       decltype(mask_of(GradientReturns{}))>;
-  using Positional =
-      std::conditional_t<is_backward(kForm), BackwardPositional, ForwardPositional>;
-  using Keywords = Concatenation<
-      If<adds_residual(kForm), List<arg::alpha>>, typename NormOf::KeywordParameters,
-      decltype(arguments_of(typename NormOf::Options{})),
-      If<keeps_statistics(kForm) && NormOf::widens, List<arg::out_dtype>>>;
+  using Positional = std::conditional_t<is_backward(kForm), BackwardPositional, ForwardPositional>;
+  using Keywords =
+      Concatenation<If<adds_residual(kForm), List<arg::alpha>>, typename NormOf::KeywordParameters,
+                    decltype(arguments_of(typename NormOf::Options{})),
+                    If<keeps_statistics(kForm) && NormOf::widens, List<arg::out_dtype>>>;
   using Arguments = Concatenation<Positional, Keywords>;
 
   template <class... Items>
@@ -213,17 +212,15 @@ struct Operator {
 
   static std::string name() {
     return std::string(adds_residual(kForm) ? "add_" : "") + NormOf::name +
-           (kForm == Form::kAddInPlace   ? "_"
-            : is_backward(kForm)         ? "_backward"
-            : keeps_statistics(kForm)    ? "_forward"
-                                         : "");
+           (kForm == Form::kAddInPlace ? "_"
+            : is_backward(kForm)       ? "_backward"
+            : keeps_statistics(kForm)  ? "_forward"
+                                       : "");
   }
   /// In error messages: who calls an operator does not know of its `_forward`.
   static const char* name_in_errors() {
-    static const std::string text =
-        keeps_statistics(kForm)
-            ? Operator<NormOf, adds_residual(kForm) ? Form::kAdd : Form::kOutput>::name()
-            : name();
+    static const std::string text = keeps_statistics(kForm) ? Operator < NormOf,
+                             adds_residual(kForm) ? Form::kAdd : Form::kOutput > ::name() : name();
     return text.c_str();
   }
   static Call call() { return {{name_in_errors(), kind, {}}, kForm}; }

@@ -52,7 +52,7 @@ pybind11::list options_of(List<Options...>) {
 /// What each tensor argument's shape is, beside that of the rows.
 pybind11::dict tensor_arguments() {
   pybind11::dict shapes;
-#define FN_APPEND(name_, presence, shape_, dtype_, gradient_) \
+#define FN_APPEND(name_, presence, shape_, dtype_, gradient_)           \
   shapes[#name_] = arg::name_::shape == Shape::kParameter ? "parameter" \
                    : arg::name_::shape == Shape::kLeading ? "leading"   \
                                                           : "rows";

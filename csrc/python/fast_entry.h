@@ -105,9 +105,9 @@ constexpr size_t size_of(List<Items...>) {
 template <class... Arguments>
 size_t place_of(PyObject* name, List<Arguments...>) {
   size_t place = 0;
-  const bool found = ((PyUnicode_CompareWithASCIIString(name, Arguments::name.data()) == 0 ||
-                       (++place, false)) ||
-                      ...);
+  const bool found =
+      ((PyUnicode_CompareWithASCIIString(name, Arguments::name.data()) == 0 || (++place, false)) ||
+       ...);
   static_cast<void>(found);
   return place;
 }
@@ -121,7 +121,8 @@ Outputs outputs(PyObject* const* values, List<Arguments...>) {
           ? Arguments::put(&call, std::get<kPlaces>(held).from(values[kPlaces]))
           : void()),
      ...);
-  }(std::index_sequence_for<Arguments...>{});
+  }
+  (std::index_sequence_for<Arguments...>{});
   pybind11::gil_scoped_release no_gil;
   return dispatch_outputs(call);
 }

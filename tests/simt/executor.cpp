@@ -1,12 +1,14 @@
 // Fibers, their order, and launches.
+#undef _FORTIFY_SOURCE  // its longjmp refuses to leave a stack for another
 #include "executor.h"
 
+#include <setjmp.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <bit>
-#include <boost/context/detail/fcontext.hpp>
 #include <cstdarg>
 #include <cstdio>
 #include <mutex>
@@ -23,7 +25,6 @@ Thread* current = nullptr;
 
 namespace {
 
-namespace context = boost::context::detail;
 void* launcher_context = nullptr;
 
 // ---- Fibers ----
@@ -54,10 +55,12 @@ void* next_context() {
   return current->context;
 }
 
-/// Goes on at `to` until somebody resumes what is saved in `from`.
+/// Goes on at `to` until somebody resumes what is saved in `from`: a place on this stack. (By
+/// swapcontext each switch would be two system calls, for the signal mask.)
 void jump(void* to, void** from) {
-  const context::transfer_t resumed = context::jump_fcontext(to, from);
-  *static_cast<void**>(resumed.data) = resumed.fctx;
+  jmp_buf here;
+  *from = &here;
+  if (_setjmp(here) == 0) _longjmp(*static_cast<jmp_buf*>(to), 1);
 }
 
 constexpr char kExit[] = "exit";
@@ -79,13 +82,29 @@ void exit_thread() {
   ++executor.exited;
 }
 
-void fiber(context::transfer_t resumed) {
-  *static_cast<void**>(resumed.data) = resumed.fctx;
+Thread* starting = nullptr;
+void* starter_context = nullptr;
+
+void fiber() {
+  jump(starter_context, &starting->context);
   for (;;) {
     executor.launch.run(executor.launch.kernel_and_args);
     exit_thread();
     leave();
   }
+}
+
+/// Lets a fiber run up to where it waits for its first launch.
+void start_fiber(Thread& t) {
+  static ucontext_t place;
+  getcontext(&place);
+  place.uc_stack.ss_sp = t.stack_top - kStackBytes;
+  place.uc_stack.ss_size = kStackBytes;
+  makecontext(&place, fiber, 0);
+  starting = &t;
+  jmp_buf here;
+  starter_context = &here;
+  if (_setjmp(here) == 0) setcontext(&place);
 }
 
 // ---- Launches ----
@@ -175,7 +194,7 @@ void start_cluster(unsigned first_block) {
   }
   for (unsigned i = executor.num_threads; i-- > 0;) {
     Thread& t = *executor.threads[i];
-    if (t.context == nullptr) t.context = context::make_fcontext(t.stack_top, kStackBytes, fiber);
+    if (t.context == nullptr) start_fiber(t);
     t.copies.clear();
     t.committed_groups = 0;
     wake(t);

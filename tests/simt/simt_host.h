@@ -14,9 +14,9 @@
 #include <string>
 #include <vector>
 
-#include "executor.h"
 #include "cuda/kernels/row_norm_launch.h"
 #include "device/tensor_rows.h"
+#include "executor.h"
 
 namespace fusednorm::cuda {
 

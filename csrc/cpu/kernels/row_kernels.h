@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
+#include "group_kernels.h"
 #include "maths/row_norm.h"
 #include "maths/rows.h"
-#include "group_kernels.h"
 
 namespace fusednorm::cpu {
 

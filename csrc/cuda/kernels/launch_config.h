@@ -94,8 +94,10 @@ constexpr int forward_min_blocks(int bytes, int acc_size) {
          : bytes == 96 ? 4
                        : 1;
 }
-/// Likewise of sums, with twice the bytes in flight: three blocks of 64 bytes a thread spilled.
+/// Likewise of sums, with twice the bytes in flight: three blocks of 64 bytes a thread spilled, and
+/// ten of 16 bytes (nine have 36 KB in flight).
 constexpr int add_forward_min_blocks(int bytes, int acc_size) {
+  if (bytes <= 16 && acc_size == 4) return 9;
   return bytes == 64 ? 2 : forward_min_blocks(bytes, acc_size);
 }
 constexpr int kLoopThreads = 512;  // of the kShared and kStreaming kernels

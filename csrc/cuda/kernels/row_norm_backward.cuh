@@ -2,7 +2,9 @@
 // on their way into a ring in shared memory; grad_weight and grad_bias gather in registers.
 #pragma once
 
-#include "row_norm_kernels.cuh"
+#include "parameters.cuh"
+#include "partial_sums.cuh"
+#include "row_statistics.cuh"
 
 namespace fusednorm::cuda {
 
@@ -36,7 +38,7 @@ __device__ __forceinline__ void wait_for_oldest(int stages) {
 
 /// The saved statistics of an extreme row over- or underflowed, or their products would: they are
 /// taken again from the scaled row. Each block reads the whole row: this is rare.
-template <class Statistics, class T, int kColumns>
+template <class T, int kColumns>
 __device__ __forceinline__ void extreme_row(const Source& source, Group& group,
                                             const BackwardArgs& args, BackwardRow<acc_of<T>>* row) {
   using acc_t = acc_of<T>;
@@ -49,8 +51,8 @@ __device__ __forceinline__ void extreme_row(const Source& source, Group& group,
   if (exponent != 0) {
     data.rescale(exponent);
     const auto statistics =
-        row_statistics<Statistics, acc_t>(data, block, args.cols, scaled(args.params, exponent));
-    if (!Statistics::kCentered || statistics.variance != 0) {  // a constant row is right as it is
+        row_statistics<acc_t>(args.centered, data, block, args.cols, scaled(args.params, exponent));
+    if (!args.centered || statistics.variance != 0) {  // a constant row is right as it is
       row->mean = statistics.mean;
       row->rstd = statistics.rstd;
       row->exponent = exponent;
@@ -60,63 +62,7 @@ __device__ __forceinline__ void extreme_row(const Source& source, Group& group,
   if (group.cluster > 1) cluster_barrier();  // before others write to this block's exchange memory
 }
 
-/// Adds the slots' sums and writes them as the group's.
-template <int kUnits, int kColumns, class acc_t>
-__device__ __forceinline__ void store_partial(acc_t (&v)[kUnits][kColumns], const Group& group,
-                                              acc_t* partial, int64_t cols, char* memory) {
-  constexpr int kEach = 16 / sizeof(acc_t) < kColumns ? 16 / sizeof(acc_t) : kColumns;
-  if (group.slots == 1) {
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      const int64_t col = static_cast<int64_t>(k * group.threads + group.thread) * kColumns;
-      if (col >= cols) continue;
-#pragma unroll
-      for (int j = 0; j < kColumns; j += kEach) {
-        store_global<kEach * sizeof(acc_t)>(partial + col + j, pack<acc_t, kEach>(v[k] + j));
-      }
-    }
-    return;
-  }
-  const int columns = group.threads * kUnits * kColumns;
-  int contributors = group.slots, contributor = group.slot;
-  if (group.width < 32) {  // first the slots of a warp
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      if (step >= group.width) {
-#pragma unroll
-        for (int k = 0; k < kUnits; ++k) {
-#pragma unroll
-          for (int j = 0; j < kColumns; ++j) v[k][j] += __shfl_xor_sync(0xffffffffu, v[k][j], step);
-        }
-      }
-    }
-    contributors = static_cast<int>(blockDim.x) / 32;
-    contributor = static_cast<int>(threadIdx.x) / 32;
-  }
-  acc_t* const sums = reinterpret_cast<acc_t*>(memory);
-  if (group.width == 32 || static_cast<int>(threadIdx.x) % 32 < group.width) {
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      const int col = (k * group.threads + group.thread) * kColumns;
-#pragma unroll
-      for (int j = 0; j < kColumns; j += kEach) {
-        store_shared<kEach * sizeof(acc_t)>(sums + contributor * columns + col + j,
-                                            pack<acc_t, kEach>(v[k] + j));
-      }
-    }
-  }
-  __syncthreads();
-  for (int col = static_cast<int>(threadIdx.x); col < cols; col += static_cast<int>(blockDim.x)) {
-    acc_t sum = 0;
-    for (int c = 0; c < contributors; ++c) {
-      sum += value_of<acc_t>(load_shared<sizeof(acc_t)>(sums + c * columns + col));
-    }
-    store_global<sizeof(acc_t)>(partial + col, chunk_of(sum));
-  }
-  __syncthreads();  // the memory is used again
-}
-
-template <class Statistics, class T, class G, int kUnits, Phase kPhase, class Store>
+template <class T, class G, int kUnits, Phase kPhase, class Store>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     row_norm_backward(const typename Store::Args args) {
   using acc_t = acc_of<T>;
@@ -242,7 +188,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     const int row_cols = active ? cols : 0;
     fetch(row_index + (args.stages - 1) * row_step, next_stage);
     next_stage = next_stage + 1 == args.stages ? 0 : next_stage + 1;
-    BackwardRow<acc_t> row = {next_mean, next_rstd, 0, 0, 0, 0};
+    BackwardRow<acc_t> row = {next_mean, next_rstd, acc_t(-0.0), 0, 0, 0};
     next_mean = statistic(args.mean, row_index + row_step);
     next_rstd = statistic(args.rstd, row_index + row_step);
 
@@ -270,7 +216,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     if (!ordinary && active) {
       Source source = args.input_source;
       source.data = input_of(row_index);
-      extreme_row<Statistics, T, kColumns>(source, group, args, &row);
+      extreme_row<T, kColumns>(source, group, args, &row);
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
         acc_t x[kColumns];
@@ -282,8 +228,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
 
     // The row's sums: LayerNorm of t, g and g * t with t = (x - mean) * rstd, RMSNorm of g * x_hat.
-    constexpr int kSums = Statistics::kCentered ? 3 : 1;
-    acc_t sums[kSums] = {};
+    acc_t sums[3] = {};
     if constexpr (kPhase != Phase::kApply) {
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
@@ -296,20 +241,18 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           for (int j = 0; j < kColumns; ++j) {
             const acc_t gw = columns.has(j) ? g[j] : 0;
             const acc_t t = columns.has(j) ? (x[j] - row.mean) * row.rstd : 0;
-            if constexpr (Statistics::kCentered) {
-              sums[0] += t;
-              sums[1] += gw;
-            }
-            sums[kSums - 1] = Math::mul_add(gw, t, sums[kSums - 1]);
+            sums[0] += t;  // of RMSNorm not used, nor is the next
+            sums[1] += gw;
+            sums[2] = Math::mul_add(gw, t, sums[2]);
           }
         });
       }
     }
-    acc_t* const row_sums = static_cast<acc_t*>(args.row_sums) + row_index * kSums * group.warps;
+    acc_t* const row_sums = static_cast<acc_t*>(args.row_sums) + row_index * 3 * group.warps;
     if constexpr (kPhase == Phase::kSums) {
       reduce_lanes<Sum>(0xffffffffu, group.width, sums);
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) {
+      for (int i = 0; i < 3; ++i) {
         if (active && group.lane == 0) {
           store_global<sizeof(acc_t)>(row_sums + i * group.warps + (group.thread >> 5),
                                       chunk_of(sums[i]));
@@ -323,14 +266,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     } else {
       all_reduce<Sum>(group, sums);
     }
-    if constexpr (Statistics::kCentered) {
+    if (args.centered) {
       const acc_t shift = sums[0] * per_column;
       row.minus_shift_rstd = -shift;
       row.mean_g = sums[1] * per_column;
       sums[2] = Math::mul_add(-shift, sums[1], sums[2]);
     }
     row.minus_projection =
-        -projection_of(sums[kSums - 1], row.rstd, kRounding, static_cast<acc_t>(cols),
+        -projection_of(sums[2], row.rstd, kRounding, static_cast<acc_t>(cols),
                        row.exponent == 0 ? args.params : scaled(args.params, row.exponent));
 
     // Apply.
@@ -357,17 +300,18 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         unpack<G, kColumns>(g_raw[k], g);
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
-          x[j] = normalize<Statistics, Math>(x[j], row.mean, row.rstd, row.minus_shift_rstd);
+          x[j] =
+              normalize<LayerNormStatistics, Math>(x[j], row.mean, row.rstd, row.minus_shift_rstd);
           // Columns beyond the row gather what is never stored.
           grad_weight[k][j] =
               Math::mul_add(g[j], args.round_x_hat ? round_trip<T>(x[j]) : x[j], grad_weight[k][j]);
-          if constexpr (Statistics::kCentered) grad_bias[k][j] += g[j];
+          grad_bias[k][j] += g[j];
         }
         times_weight(k, g);
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
-          g[j] =
-              grad_input<Statistics, Math>(g[j], x[j], row.mean_g, row.minus_projection, row.rstd);
+          g[j] = grad_input<LayerNormStatistics, Math>(g[j], x[j], row.mean_g, row.minus_projection,
+                                                       row.rstd);
         }
         if (row.exponent != 0) {
 #pragma unroll

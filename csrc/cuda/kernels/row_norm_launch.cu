@@ -1,13 +1,15 @@
 // From a plan to the kernel compiled for it. Built once for each pair of dtypes:
 // FUSEDNORM_IN and FUSEDNORM_OTHER (of output or grad_output) name them.
 //
-// Kernels of a pair and an architecture: forward 2 norms x (6 register kernels, or 4 of twice the
-// unit, + 2 loop kernels), backward 2 norms x (2 + 2 of two launches), one that reduces: 25 or 21.
-// Of the residual add forward 2 norms x (6 or 4, + 1 loop), backward 2 norms x 3, and where its
-// dtypes differ 2 that take the sums of two launches: 20 or 16, or 22 or 18.
-// With 6 pairs 274 or 226, and 132 or 180 empty ones, of the other unit size.
+// Kernels of a pair and an architecture: forward 6 register kernels, or 4 of twice the unit, + 2
+// loop kernels, backward 2 + 2 of two launches, one that reduces: 13 or 11. Of the residual add
+// forward 6 or 4, + 1 loop, backward 3, and where its dtypes differ one that takes the sums of two
+// launches: 10 or 8, or 11 or 9.
+// With 6 pairs 140 or 116, and 66 or 90 empty ones, of the other unit size.
+// Both norms are one kernel: two for each took 91 s in place of 65 for bf16.
 #include "add_residual.cuh"
-#include "row_norm_kernels.cuh"
+#include "row_norm_backward.cuh"
+#include "row_norm_forward.cuh"
 #include "row_norm_launch.h"
 
 namespace fusednorm::cuda {
@@ -57,14 +59,13 @@ struct Rows<AddForwardArgs, T, Out, kColumns> {
 template <class T, class Out, int kUnitBytes>
 constexpr int kColumnsOf = kUnitBytes / (sizeof(T) > sizeof(Out) ? sizeof(T) : sizeof(Out));
 
-template <class Statistics, class T, class Out, int kUnitBytes, bool kShared, class Args>
+template <class T, class Out, int kUnitBytes, bool kShared, class Args>
 LaunchResult forward_in_loops(const Args& args, const LaunchShape& shape, CUstream_st* stream) {
   using Row = typename Rows<Args, T, Out, kColumnsOf<T, Out, kUnitBytes>>::template Loops<kShared>;
-  return launch(row_norm_forward<Statistics, T, Out, kUnitBytes, Row, kLoopThreads, 1>, args, shape,
-                stream);
+  return launch(row_norm_forward<T, Out, kUnitBytes, Row, kLoopThreads, 1>, args, shape, stream);
 }
 
-template <class Statistics, class T, class Out, int kUnitBytes, int kUnits, class Args>
+template <class T, class Out, int kUnitBytes, int kUnits, class Args>
 LaunchResult forward_in_registers(const Args& args, const LaunchShape& shape, CUstream_st* stream) {
   using Row =
       typename Rows<Args, T, Out, kColumnsOf<T, Out, kUnitBytes>>::template Registers<kUnits>;
@@ -74,15 +75,14 @@ LaunchResult forward_in_registers(const Args& args, const LaunchShape& shape, CU
                                 : forward_min_blocks(kHeld, sizeof(acc_of<T>));
   if constexpr (kAdds && kHeld == 128) {
     if (!sums_are_exact(args)) {
-      return forward_in_loops<Statistics, T, Out, kUnitBytes, false>(args, shape, stream);
+      return forward_in_loops<T, Out, kUnitBytes, false>(args, shape, stream);
     }
   }
-  return launch(
-      row_norm_forward<Statistics, T, Out, kUnitBytes, Row, forward_max_threads(kHeld), kBlocks>,
-      args, shape, stream);
+  return launch(row_norm_forward<T, Out, kUnitBytes, Row, forward_max_threads(kHeld), kBlocks>,
+                args, shape, stream);
 }
 
-template <class Statistics, class T, class Out, int kUnitBytes, class Args>
+template <class T, class Out, int kUnitBytes, class Args>
 LaunchResult forward(const ForwardPlan& plan, const Args& args, CUstream_st* stream) {
   // Fits a grid's 2^31 - 1: a row with a block of its own has over 4 KB.
   const int64_t blocks = ceil_div(args.rows, plan.rows_per_block) * plan.cluster;
@@ -91,54 +91,49 @@ LaunchResult forward(const ForwardPlan& plan, const Args& args, CUstream_st* str
                        static_cast<unsigned>(plan.shared_bytes)};
   if (plan.residence == Residence::kShared) {
     shape.kernel = "row_norm_forward (shared memory)";
-    return forward_in_loops<Statistics, T, Out, kUnitBytes, true>(args, shape, stream);
+    return forward_in_loops<T, Out, kUnitBytes, true>(args, shape, stream);
   }
   if (plan.residence == Residence::kStreaming) {
     shape.kernel = "row_norm_forward (streaming)";
-    return forward_in_loops<Statistics, T, Out, kUnitBytes, false>(args, shape, stream);
+    return forward_in_loops<T, Out, kUnitBytes, false>(args, shape, stream);
   }
   switch (plan.units) {
     case 1:
-      return forward_in_registers<Statistics, T, Out, kUnitBytes, 1>(args, shape, stream);
+      return forward_in_registers<T, Out, kUnitBytes, 1>(args, shape, stream);
     case 2:
-      return forward_in_registers<Statistics, T, Out, kUnitBytes, 2>(args, shape, stream);
+      return forward_in_registers<T, Out, kUnitBytes, 2>(args, shape, stream);
     case 3:
-      return forward_in_registers<Statistics, T, Out, kUnitBytes, 3>(args, shape, stream);
+      return forward_in_registers<T, Out, kUnitBytes, 3>(args, shape, stream);
     case 4:
-      return forward_in_registers<Statistics, T, Out, kUnitBytes, 4>(args, shape, stream);
+      return forward_in_registers<T, Out, kUnitBytes, 4>(args, shape, stream);
     case 6:
       if constexpr (kUnitBytes == 16) {
-        return forward_in_registers<Statistics, T, Out, kUnitBytes, 6>(args, shape, stream);
+        return forward_in_registers<T, Out, kUnitBytes, 6>(args, shape, stream);
       }
       break;
     default:
       if constexpr (kUnitBytes == 16) {
-        return forward_in_registers<Statistics, T, Out, kUnitBytes, 8>(args, shape, stream);
+        return forward_in_registers<T, Out, kUnitBytes, 8>(args, shape, stream);
       }
   }
   return {static_cast<int>(cudaErrorInvalidValue), shape};
 }
 
 template <class T, class Out, class Args>
-LaunchResult forward_of_norm(bool centered, const ForwardPlan& plan, const Args& args,
-                             CUstream_st* stream) {
-  if (plan.unit_bytes == 32) {
-    return centered ? forward<LayerNormStatistics, T, Out, 32>(plan, args, stream)
-                    : forward<RmsNormStatistics, T, Out, 32>(plan, args, stream);
-  }
-  return centered ? forward<LayerNormStatistics, T, Out, 16>(plan, args, stream)
-                  : forward<RmsNormStatistics, T, Out, 16>(plan, args, stream);
+LaunchResult forward_of_units(const ForwardPlan& plan, const Args& args, CUstream_st* stream) {
+  return plan.unit_bytes == 32 ? forward<T, Out, 32>(plan, args, stream)
+                               : forward<T, Out, 16>(plan, args, stream);
 }
 
-template <class Statistics, class T, class G, class Store, int kUnits, Phase kPhase>
+template <class T, class G, class Store, int kUnits, Phase kPhase>
 LaunchResult backward_in(const typename Store::Args& args, LaunchShape shape, CUstream_st* stream) {
   shape.kernel = kPhase == Phase::kWhole  ? "row_norm_backward"
                  : kPhase == Phase::kSums ? "row_norm_backward (sums)"
                                           : "row_norm_backward (apply)";
-  return launch(row_norm_backward<Statistics, T, G, kUnits, kPhase, Store>, args, shape, stream);
+  return launch(row_norm_backward<T, G, kUnits, kPhase, Store>, args, shape, stream);
 }
 
-template <class Statistics, class T, class G, class Store>
+template <class T, class G, class Store>
 LaunchResult backward(const BackwardPlan& plan, const typename Store::Args& args,
                       CUstream_st* stream) {
   const LaunchShape shape = {"", static_cast<unsigned>(plan.groups * plan.blocks_per_row),
@@ -148,24 +143,21 @@ LaunchResult backward(const BackwardPlan& plan, const typename Store::Args& args
   constexpr int kUnits = kBackwardUnits;
   if (plan.cluster < plan.blocks_per_row) {
     const LaunchResult sums =  // which store nothing
-        backward_in<Statistics, T, G, GradInputStore<T>, kUnits, Phase::kSums>(args, shape, stream);
+        backward_in<T, G, GradInputStore<T>, kUnits, Phase::kSums>(args, shape, stream);
     if (sums.error != 0) return sums;
-    return backward_in<Statistics, T, G, Store, kUnits, Phase::kApply>(args, shape, stream);
+    return backward_in<T, G, Store, kUnits, Phase::kApply>(args, shape, stream);
   }
-  return plan.units == 1
-             ? backward_in<Statistics, T, G, Store, 1, Phase::kWhole>(args, shape, stream)
-             : backward_in<Statistics, T, G, Store, kUnits, Phase::kWhole>(args, shape, stream);
+  return plan.units == 1 ? backward_in<T, G, Store, 1, Phase::kWhole>(args, shape, stream)
+                         : backward_in<T, G, Store, kUnits, Phase::kWhole>(args, shape, stream);
 }
 
 /// The gradient of the rows, then `reduce`.
 template <class T, class G, class Store>
-LaunchResult backward_of_norm(bool centered, const BackwardPlan& plan,
-                              const typename Store::Args& args, const ReduceArgs& reduce,
-                              CUstream_st* stream) {
+LaunchResult backward_and_reduce(const BackwardPlan& plan, const typename Store::Args& args,
+                                 const ReduceArgs& reduce, CUstream_st* stream) {
   LaunchResult result = {};
   if (args.rows > 0) {
-    result = centered ? backward<LayerNormStatistics, T, G, Store>(plan, args, stream)
-                      : backward<RmsNormStatistics, T, G, Store>(plan, args, stream);
+    result = backward<T, G, Store>(plan, args, stream);
   }
   if (reduce.parameters == 0 || result.error != 0) return result;
   constexpr int kThreads = kReduceColumns * kReduceLines;
@@ -179,34 +171,32 @@ LaunchResult backward_of_norm(bool centered, const BackwardPlan& plan,
 }  // namespace
 
 template <DType kIn, DType kOut>
-LaunchResult launch_forward(bool centered, const ForwardPlan& plan, const ForwardArgs& args,
-                            CUstream_st* stream) {
-  return forward_of_norm<typename TypeOf<kIn>::type, typename TypeOf<kOut>::type>(centered, plan,
-                                                                                  args, stream);
+LaunchResult launch_forward(const ForwardPlan& plan, const ForwardArgs& args, CUstream_st* stream) {
+  return forward_of_units<typename TypeOf<kIn>::type, typename TypeOf<kOut>::type>(plan, args,
+                                                                                   stream);
 }
 
 template <DType kIn, DType kResidual>
-LaunchResult launch_add_forward(bool centered, const ForwardPlan& plan, const AddForwardArgs& args,
+LaunchResult launch_add_forward(const ForwardPlan& plan, const AddForwardArgs& args,
                                 CUstream_st* stream) {
-  return forward_of_norm<typename TypeOf<kResidual>::type, typename TypeOf<kIn>::type>(
-      centered, plan, args, stream);
+  return forward_of_units<typename TypeOf<kResidual>::type, typename TypeOf<kIn>::type>(plan, args,
+                                                                                        stream);
 }
 
 template <DType kIn, DType kGrad>
-LaunchResult launch_backward(bool centered, const BackwardPlan& plan, const BackwardArgs& args,
+LaunchResult launch_backward(const BackwardPlan& plan, const BackwardArgs& args,
                              const ReduceArgs& reduce, CUstream_st* stream) {
   using T = typename TypeOf<kIn>::type;
   using G = typename TypeOf<kGrad>::type;
-  return backward_of_norm<T, G, GradInputStore<T>>(centered, plan, args, reduce, stream);
+  return backward_and_reduce<T, G, GradInputStore<T>>(plan, args, reduce, stream);
 }
 
 template <DType kIn, DType kResidual>
-LaunchResult launch_add_backward(bool centered, const BackwardPlan& plan,
-                                 const AddBackwardArgs& args, const ReduceArgs& reduce,
-                                 CUstream_st* stream) {
+LaunchResult launch_add_backward(const BackwardPlan& plan, const AddBackwardArgs& args,
+                                 const ReduceArgs& reduce, CUstream_st* stream) {
   using T = typename TypeOf<kResidual>::type;
   using G = typename TypeOf<kIn>::type;
-  return backward_of_norm<T, G, SplitStore<G>>(centered, plan, args, reduce, stream);
+  return backward_and_reduce<T, G, SplitStore<G>>(plan, args, reduce, stream);
 }
 
 template <DType kIn, DType kOther>
@@ -214,8 +204,7 @@ bool grants_cluster(int blocks) {
   using T = typename TypeOf<kIn>::type;
   using G = typename TypeOf<kOther>::type;
   const auto plan = backward_plan(1, 1 << 24, kIn, kOther, true, architecture(90));
-  return max_clusters(row_norm_backward<LayerNormStatistics, T, G, kBackwardUnits, Phase::kWhole,
-                                        GradInputStore<T>>,
+  return max_clusters(row_norm_backward<T, G, kBackwardUnits, Phase::kWhole, GradInputStore<T>>,
                       {"", static_cast<unsigned>(blocks), kBackwardThreads,
                        static_cast<unsigned>(blocks), static_cast<unsigned>(plan.shared_bytes)}) >
          0;
@@ -223,12 +212,12 @@ bool grants_cluster(int blocks) {
 
 template bool grants_cluster<DType::FUSEDNORM_IN, DType::FUSEDNORM_OTHER>(int);
 template LaunchResult launch_forward<DType::FUSEDNORM_IN, DType::FUSEDNORM_OTHER>(
-    bool, const ForwardPlan&, const ForwardArgs&, CUstream_st*);
+    const ForwardPlan&, const ForwardArgs&, CUstream_st*);
 template LaunchResult launch_add_forward<DType::FUSEDNORM_IN, DType::FUSEDNORM_OTHER>(
-    bool, const ForwardPlan&, const AddForwardArgs&, CUstream_st*);
+    const ForwardPlan&, const AddForwardArgs&, CUstream_st*);
 template LaunchResult launch_backward<DType::FUSEDNORM_IN, DType::FUSEDNORM_OTHER>(
-    bool, const BackwardPlan&, const BackwardArgs&, const ReduceArgs&, CUstream_st*);
+    const BackwardPlan&, const BackwardArgs&, const ReduceArgs&, CUstream_st*);
 template LaunchResult launch_add_backward<DType::FUSEDNORM_IN, DType::FUSEDNORM_OTHER>(
-    bool, const BackwardPlan&, const AddBackwardArgs&, const ReduceArgs&, CUstream_st*);
+    const BackwardPlan&, const AddBackwardArgs&, const ReduceArgs&, CUstream_st*);
 
 }  // namespace fusednorm::cuda

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
+#include "launch_config.h"
 #include "maths/row_norm.h"
 #include "maths/rows.h"
-#include "launch_config.h"
 
 struct CUstream_st;
 
@@ -44,6 +44,7 @@ struct ForwardArgs {
   bool has_offset;  // weight_offset != 0, so that no thread compares doubles
   int64_t rows, cols;
   NormParams params;
+  bool centered;     // LayerNorm; else RMSNorm: a kernel has both
   bool round_x_hat;  // to the input's dtype before the product with the weight
   int threads_per_row, rows_per_block, units, cluster;  // as the plan has them
   int log2_threads, log2_cluster;  // of threads_per_row up to 32; shifts, where divisions took 170
@@ -70,9 +71,10 @@ struct BackwardArgs {
   bool grad_input_exact;
   void* partials;  // [groups][parameters][partial_stride], accumulation type; null: none wanted
   bool grad_weight, grad_bias;
-  void* row_sums;  // where a row's blocks are no cluster: [rows][3 or 1][warps], accumulation type
+  void* row_sums;  // where a row's blocks are no cluster: [rows][3][warps], accumulation type
   int64_t rows, cols;
   NormParams params;
+  bool centered;
   bool round_x_hat;                                                      // for grad_weight
   int threads_per_row, rows_per_block, blocks_per_row, cluster, stages;  // as the plan has them
   int64_t groups;
@@ -107,22 +109,21 @@ struct LaunchResult {
 // return.
 
 template <DType kIn, DType kOut>
-LaunchResult launch_forward(bool centered, const ForwardPlan&, const ForwardArgs&, CUstream_st*);
+LaunchResult launch_forward(const ForwardPlan&, const ForwardArgs&, CUstream_st*);
 
 /// grad_input and the partial sums, then `reduce` where it has parameters.
 template <DType kIn, DType kGrad>
-LaunchResult launch_backward(bool centered, const BackwardPlan&, const BackwardArgs&,
-                             const ReduceArgs& reduce, CUstream_st*);
+LaunchResult launch_backward(const BackwardPlan&, const BackwardArgs&, const ReduceArgs& reduce,
+                             CUstream_st*);
 
 // The residual add, input kIn beside a residual kResidual: of each such pair, with kResidual the
 // rows' dtype and kIn that of output and grad_output.
 
 template <DType kIn, DType kResidual>
-LaunchResult launch_add_forward(bool centered, const ForwardPlan&, const AddForwardArgs&,
-                                CUstream_st*);
+LaunchResult launch_add_forward(const ForwardPlan&, const AddForwardArgs&, CUstream_st*);
 
 template <DType kIn, DType kResidual>
-LaunchResult launch_add_backward(bool centered, const BackwardPlan&, const AddBackwardArgs&,
+LaunchResult launch_add_backward(const BackwardPlan&, const AddBackwardArgs&,
                                  const ReduceArgs& reduce, CUstream_st*);
 
 /// Whether the current device runs clusters of `blocks` blocks of the largest kernel.
