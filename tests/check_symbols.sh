@@ -22,7 +22,7 @@ while IFS= read -r object; do
     printf '%s has weak symbols:\n%s\n' "$object" "$leaked"
     failed=1
   fi
-done < <(find "$objects" -name 'row_kernels.cpp.o')
+done < <(find "$objects" -path '*/fn_kernels_*/kernels/*.cpp.o')
 [ "$count" -ge 1 ] || { echo "no kernel objects under $objects"; failed=1; }
 
 [ "$failed" = 0 ] && echo "1 library and $count kernel objects are clean"

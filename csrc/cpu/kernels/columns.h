@@ -1,7 +1,7 @@
 #pragma once
 
 // Walking over the columns of a row: whole vectors from column 0, then one part.
-// Included by row_kernels.cpp.
+// Included by kernels.h.
 
 struct Full {};
 struct Part {

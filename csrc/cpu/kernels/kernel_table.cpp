@@ -5,20 +5,55 @@
 
 namespace fusednorm::cpu {
 
-namespace portable {
-extern const KernelTable kTable;
-}
+#define FN_INSTRUCTION_SET(isa)            \
+  namespace isa {                          \
+  void set_forward(KernelTable* table);    \
+  void set_backward(KernelTable* table);   \
+  void set_add(KernelTable* table);        \
+  void set_group(KernelTable* table);      \
+  void set_parameters(KernelTable* table); \
+  inline KernelTable table() {             \
+    KernelTable result{};                  \
+    result.name = #isa;                    \
+    set_forward(&result);                  \
+    set_backward(&result);                 \
+    set_add(&result);                      \
+    set_group(&result);                    \
+    set_parameters(&result);               \
+    return result;                         \
+  }                                        \
+  }
+
+FN_INSTRUCTION_SET(portable)
 #if defined(FUSEDNORM_X86)
-namespace avx2 {
-extern const KernelTable kTable;
-}
-namespace avx512 {
-extern const KernelTable kTable;
-}
+FN_INSTRUCTION_SET(avx2)
+FN_INSTRUCTION_SET(avx512)
+
+// AVX-512's, but where rows of bf16 are read and written. What converts parameters is AVX-512's:
+// the bits are the same, and the order of parameters too.
 namespace avx512bf16 {
-extern const KernelTable kTable;
+void set_forward(KernelTable* table);
+void set_backward(KernelTable* table);
+void set_add(KernelTable* table);
+void set_group(KernelTable* table);
+inline KernelTable table() {
+  KernelTable result = avx512::table();
+  result.name = "avx512bf16";
+  set_forward(&result);
+  set_backward(&result);
+  set_add(&result);
+  set_group(&result);
+  return result;
 }
+}  // namespace avx512bf16
 #endif
+
+/// One of the tables, made when it is first asked for.
+template <KernelTable (*make)()>
+const KernelTable* once() {
+  static const KernelTable table = make();
+  return &table;
+}
 
 int runnable_tables(const KernelTable* (&tables)[kMaxTables]) {
   int count = 0;
@@ -29,11 +64,12 @@ int runnable_tables(const KernelTable* (&tables)[kMaxTables]) {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) tables[count++] = &avx512bf16::kTable;
-  if (has_avx512) tables[count++] = &avx512::kTable;
-  if (has_avx2) tables[count++] = &avx2::kTable;
+  if (has_avx512 && __builtin_cpu_supports("avx512bf16"))
+    tables[count++] = once<avx512bf16::table>();
+  if (has_avx512) tables[count++] = once<avx512::table>();
+  if (has_avx2) tables[count++] = once<avx2::table>();
 #endif
-  tables[count++] = &portable::kTable;
+  tables[count++] = once<portable::table>();
   return count;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Loads: how a row comes to the first sweep over it. Included by row_kernels.cpp.
+// Loads: how a row comes to the first sweep over it. Included by kernels.h.
 
 /// a * b + c rounded once, on every machine: mul_add is fused only where that is one instruction.
 template <class V>

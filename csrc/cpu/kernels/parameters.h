@@ -1,7 +1,7 @@
 #pragma once
 
 // Weights in the accumulation type, and the last reduction of their gradients.
-// Included by row_kernels.cpp.
+// Included by kernels.h.
 
 /// `count` parameters as rows of type Row take them.
 template <class Row, class T>

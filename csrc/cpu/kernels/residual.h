@@ -1,7 +1,7 @@
 #pragma once
 
 // The residual add as a step of its own, and in backward the step after the norm's, for the pairs
-// of dtypes that no fused kernel takes. Included by row_kernels.cpp.
+// of dtypes that no fused kernel takes. Included by kernels.h.
 
 FN_INLINE double to_double(double a) { return a; }
 FN_INLINE double to_double(float a) { return a; }

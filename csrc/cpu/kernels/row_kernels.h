@@ -1,7 +1,7 @@
 // The torch-free interface of the CPU kernels: plain pointers, sizes, an enum of dtypes.
 //
-// One source, row_kernels.cpp, is compiled once for each instruction set; kernel_table.cpp picks
-// one of the tables at run time.
+// A handful of sources (kernels.h) is compiled once for each instruction set; kernel_table.cpp
+// picks one of the tables at run time.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct ForwardArgs {
   void* mean = nullptr;          // accumulation type, one a row; null: not wanted
   void* rstd = nullptr;          // likewise
   const void* weight = nullptr;  // converted, weight offset included; null: 1
-  const void* bias = nullptr;    // converted; null: 0. Needs a weight.
+  const void* bias = nullptr;    // converted; null: 0
   int64_t cols = 0;
   NormParams params;
   /// What x_hat is rounded to before the product with the weight ("llama" casting mode); kFloat64
@@ -29,6 +29,9 @@ struct ForwardArgs {
   DType round_x_hat = DType::kFloat64;
   /// The caches hold less than input and output: worth asking for the next rows early.
   bool ask_early = false;
+  /// Weight and bias of more bytes, read again for each row, would drive the rows out of the first
+  /// cache: half of one of 48 KB.
+  int64_t crowding_bytes = 24 << 10;
   /// The fused add's residual; its own input, dtypes and cols are not read.
   const AddArgs* add = nullptr;
 };
@@ -78,7 +81,8 @@ struct SplitArgs {
 using ForwardKernel = void (*)(const ForwardArgs&, int64_t row_begin, int64_t row_end);
 
 /// grad_input of rows [row_begin, row_end), and the sums over these rows in grad_weight and
-/// grad_bias (parameter_size elements of the accumulation type each; null: not wanted).
+/// grad_bias (parameter_size elements of the accumulation type each; null: not wanted). Both norms
+/// have both.
 using BackwardKernel = void (*)(const BackwardArgs&, int64_t row_begin, int64_t row_end,
                                 void* grad_weight, void* grad_bias);
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Statistics of one row. Included by row_kernels.cpp.
+// Statistics of one row. Included by kernels.h.
 
 template <class acc_t>
 struct RowStatistics {

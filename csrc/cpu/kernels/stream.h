@@ -1,7 +1,7 @@
 #pragma once
 
 // Stores that go past the caches: an output that no cache would keep is then not read first.
-// Included by row_kernels.cpp.
+// Included by kernels.h.
 
 /// `p` on a multiple of the bytes stored.
 FN_INLINE void stream(float* p, f32v a) {
