@@ -50,10 +50,10 @@ test: build
 # Not what has nothing to show there: one thread runs the kernels, 2^31 elements take hours, a new process has no library.
 test-simt: build
 	FUSEDNORM_SIMT_LIBRARY=$(CURDIR)/$(BUILD)/cmake/tests/libfusednorm_simt.so FUSEDNORM_SIMT_FULL=1 $(RUN) -m pytest \
-	  -p no:cacheprovider tests/test_simt.py tests/test_simt_add.py tests/test_add_norm.py tests/test_values.py tests/test_guarantees.py tests/test_operators.py \
-	  tests/test_field_reports.py --deselect tests/test_guarantees.py::test_threads_do_not_change_bits \
-	  --deselect tests/test_field_reports.py::test_b32_more_than_2_to_the_31_elements \
-	  --deselect tests/test_field_reports.py::test_b76_options_survive_a_program $(ARGS)
+	  -p no:cacheprovider tests/simt/test_simt.py tests/simt/test_simt_add.py tests/operators/test_add_norm.py tests/operators/test_values.py tests/operators/test_guarantees.py tests/operators/test_operators.py \
+	  tests/operators/test_field_reports.py --deselect tests/operators/test_guarantees.py::test_threads_do_not_change_bits \
+	  --deselect tests/operators/test_field_reports.py::test_b32_more_than_2_to_the_31_elements \
+	  --deselect tests/operators/test_field_reports.py::test_b76_options_survive_a_program $(ARGS)
 
 family: build
 	$(RUN) tests/family.py --simt $(BUILD)/cmake/tests/libfusednorm_simt.so $(ARGS)
