@@ -1,7 +1,8 @@
 # make demo    train a small GPT with our norms beside torch.nn's
 # make gallery    train the demo's model with every norm and placement
 # make family    a table of every norm: which tests ran, and how they ended
-# make test    build and run every test (GoogleTest, pytest, format, lint)
+# make test    build and run every test that is not slow (GoogleTest, pytest, format, lint)
+# make test-all    the slow ones too, and test-simt
 # make test-simt    run the CUDA kernels on the host at every switch-over of their plans: some 15 minutes
 # All work on a fresh clone; TORCH=2.11.0 does the same beside another torch.
 DEFAULT_TORCH := 2.15.0
@@ -20,15 +21,19 @@ RUN := PYTHONPATH=$(BUILD)/stage $(PY)
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := build
-.PHONY: build demo gallery test test-simt bench family format lint clean
+.PHONY: build demo gallery test test-all test-simt bench family format lint clean
 
+# What a machine lacks is said in one line, before anything is downloaded.
 $(VENV)/.installed: tests/requirements.txt
+	@PYTHON=$(PYTHON) bash tests/tools.sh check
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --disable-pip-version-check -q -r tests/requirements.txt torch==$(TORCH)
 	touch $@
 
 $(BUILD)/cmake/build.ninja: $(VENV)/.installed CMakeLists.txt tests/CMakeLists.txt
+	@bash tests/tools.sh googletest $(CURDIR)/$(BUILD)/googletest
 	cmake -S . -B $(BUILD)/cmake -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DFUSEDNORM_WERROR=ON \
+	  -DCMAKE_PREFIX_PATH=$(CURDIR)/$(BUILD)/googletest/usr \
 	  -DFUSEDNORM_STAGE=$(CURDIR)/$(BUILD)/stage -DFUSEDNORM_CUDA_ARCHS="$(CUDA_ARCHS)"
 
 build: $(BUILD)/cmake/build.ninja
@@ -44,16 +49,24 @@ demo gallery: $(VENV)/.installed
 	cmake --install $(BUILD)/demo --prefix $(BUILD)/demo/stage > /dev/null
 	PYTHONPATH=$(BUILD)/demo/stage $(PY) benchmarks/$@.py $(ARGS)
 
+SIMT := FUSEDNORM_SIMT_LIBRARY=$(CURDIR)/$(BUILD)/cmake/tests/libfusednorm_simt.so
+
 test: build
 	ctest --test-dir $(BUILD)/cmake -j $(JOBS) --output-on-failure $(ARGS)
 
 # Not what has nothing to show there: one thread runs the kernels, 2^31 elements take hours, a new process has no library.
 test-simt: build
-	FUSEDNORM_SIMT_LIBRARY=$(CURDIR)/$(BUILD)/cmake/tests/libfusednorm_simt.so FUSEDNORM_SIMT_FULL=1 $(RUN) -m pytest \
-	  -p no:cacheprovider tests/test_simt.py tests/test_simt_add.py tests/test_add_norm.py tests/test_values.py tests/test_guarantees.py tests/test_operators.py \
-	  tests/test_field_reports.py --deselect tests/test_guarantees.py::test_threads_do_not_change_bits \
-	  --deselect tests/test_field_reports.py::test_b32_more_than_2_to_the_31_elements \
-	  --deselect tests/test_field_reports.py::test_b76_options_survive_a_program $(ARGS)
+	$(SIMT) FUSEDNORM_SIMT_FULL=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:cacheprovider -n $(JOBS) \
+	  tests/simt $(addprefix tests/operators/test_,add_norm.py values.py guarantees.py operators.py field_reports.py) \
+	  --deselect tests/operators/test_guarantees.py::test_threads_do_not_change_bits \
+	  --deselect tests/operators/test_field_reports.py::test_b32_more_than_2_to_the_31_elements \
+	  --deselect tests/operators/test_field_reports.py::test_b76_options_survive_a_program $(ARGS)
+
+# One failing does not hide what the others find; the last lines are a runner's summary.
+test-all:
+	status=0; $(MAKE) test || status=1; \
+	$(RUN) -m pytest -p no:cacheprovider -m slow tests || status=1; \
+	$(MAKE) test-simt || status=1; exit $$status
 
 family: build
 	$(RUN) tests/family.py --simt $(BUILD)/cmake/tests/libfusednorm_simt.so $(ARGS)

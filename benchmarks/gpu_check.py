@@ -48,8 +48,8 @@ HOST_SHAPES = tuple(itertools.product((1, 8, 64), (768, 4096)))
 INPUT_BYTES = 2**28  # several times any L2 (60 MB on an H200), so that each pass finds its input gone from it
 DRY_RUN_BYTES = 2**16
 DTYPES_MEASURED = ("bf16", "fp32")
-# In ulps of the row's largest. fp32: the limits of tests/test_values.py; a gradient has more roundings behind
-# it. 16 bits: one rounding, at the store.
+# In ulps of the row's largest. fp32: the limits of test_values.py; a gradient has more roundings behind it.
+# 16 bits: one rounding, at the store.
 MAX_ULPS = {"fp32": {"output": 4.0, "gradient": 8.0}, "bf16": {"output": 1.0, "gradient": 1.0}}
 SAMPLES = 7
 SAMPLE_SECONDS = 4e-3  # a group of calls this long makes the events' half microsecond vanish

@@ -155,11 +155,11 @@ fi
 
 # ---- Tests -----------------------------------------------------------------------------------------------
 
-test_device=cuda general=(tests/test_guarantees.py tests/test_values.py)
-[ -n "$dry" ] && test_device=cpu general=(tests/test_guarantees.py) # the switch is what a dry run tests
+test_device=cuda general=(tests/operators/test_guarantees.py tests/operators/test_values.py)
+[ -n "$dry" ] && test_device=cpu general=(tests/operators/test_guarantees.py) # the switch is what a dry run tests
 pytest=("$python" -m pytest -p no:cacheprovider --maxfail=25 --tb=short -rfs)
 if has_module pytest; then
-  step tests_cuda 150 "$reserve" env FUSEDNORM_DRY_RUN="${dry:-0}" "${pytest[@]}" tests/test_cuda.py
+  step tests_cuda 150 "$reserve" env FUSEDNORM_DRY_RUN="${dry:-0}" "${pytest[@]}" tests/operators/test_cuda.py
   step tests_values 90 "$reserve" env FUSEDNORM_TEST_DEVICE=$test_device "${pytest[@]}" "${general[@]}"
 else
   record tests_cuda MISSING 0 "no pytest: values are checked below instead, streams, graphs and bits are not"

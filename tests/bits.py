@@ -4,10 +4,10 @@ show that it changed none of them.
     python tests/bits.py --check     compare with tests/bits.json (what test_bits.py does)
     python tests/bits.py --record    write this instruction set's hashes anew: a change of bits on purpose
 
-``ATEN_CPU_CAPABILITY`` picks the CPU kernels (default, avx2, avx512), ``FUSEDNORM_SIMT_LIBRARY`` the CUDA kernels
-on the host. A row's bits belong to an instruction set, so each has its own hashes. Inputs are made of integers,
-which no library rounds; derivatives that ATen computes (``composites``) are compared under the torch they were
-recorded with alone.
+``ATEN_CPU_CAPABILITY`` picks the CPU kernels (default, avx2, avx512), ``FUSEDNORM_SIMT_LIBRARY`` the CUDA
+kernels on the host. A row's bits belong to an instruction set, so each has its own hashes. Inputs are made of
+integers, which no library rounds; derivatives that ATen computes (``composites``) are compared under the
+torch they were recorded with alone.
 """
 
 import argparse

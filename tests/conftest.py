@@ -45,6 +45,27 @@ def _record_launches(request: pytest.FixtureRequest) -> Iterator[None]:
         request.node.user_properties.append(("launches", simt_launches() - before))
 
 
+# These start processes that meet at a port, or use a fixture of their file that costs a build or a training:
+# a file's tests stay in one worker.
+WHOLE_FILES = (
+    "packaging",
+    "gallery",
+    "gpu_check",
+    "bench",
+    "cuda_code",
+    "distributed",
+    "column_norms",
+    "bits",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name = item.path.stem.removeprefix("test_")
+        if name in WHOLE_FILES:
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
 @dataclass(frozen=True)
 class NormUnderTest:
     """A norm as function, reference, operators and module; bias is ignored where there is none."""

@@ -64,11 +64,16 @@ def split(selector: str) -> tuple[str, str, str]:
     return file, name, word.removesuffix("]")
 
 
+def source_of(file: str, tests: Path = TESTS) -> Path | None:
+    """The file of that name in whichever room it lies."""
+    return next(tests.rglob(f"test_{file}.py"), None)
+
+
 def names_in(selector: str, tests: Path = TESTS) -> list[str]:
     """The names of the test functions that a selector means, from their file."""
     file, name, _ = split(selector)
-    source = tests / f"test_{file}.py"
-    names = re.findall(r"^def test_(\w+)", source.read_text(), re.MULTILINE) if source.exists() else []
+    source = source_of(file, tests)
+    names = re.findall(r"^def test_(\w+)", source.read_text(), re.MULTILINE) if source else []
     return fnmatch.filter(names, name)
 
 
@@ -112,7 +117,7 @@ def table(results: Sequence[Result], rows: Sequence[Row] = ROWS, tests: Path = T
 def run(columns: Sequence[str], path: Path, simt: str | None) -> Path:
     """Runs the tests of some columns, the CUDA kernels by that library."""
     selectors = " ".join(getattr(row, c) or "" for row in ROWS for c in columns).split()
-    nodes = dict.fromkeys(f"{TESTS}/test_{split(s)[0]}.py::test_{n}" for s in selectors for n in names_in(s))
+    nodes = dict.fromkeys(f"{source_of(split(s)[0])}::test_{n}" for s in selectors for n in names_in(s))
     environment = {k: v for k, v in os.environ.items() if k != "FUSEDNORM_SIMT_LIBRARY"}
     environment |= {"FUSEDNORM_SIMT_LIBRARY": simt} if simt else {}
     options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={path}"]

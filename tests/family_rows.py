@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class Row:
     """A row of the table: what there is, what makes it, and the tests of each column.
 
-    ``file::name[word]`` are the tests ``test_name`` of tests/test_file.py that have the word in their id,
-    between dashes; ``*`` in the name stands for anything. None: there is nothing to be tested.
+    ``file::name[word]`` are the tests ``test_name`` of test_file.py, in any room of
+    tests/, that have the word in their id, between dashes; ``*`` in the name stands
+    for anything. None: there is nothing to be tested.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """float64 formulas: what every test compares with. Plain torch arithmetic on the inputs as stored.
 
 ``layer_norm`` and ``rms_norm`` compute in float64 whatever they are given, keep to the definitions of
-``csrc/maths/row_norm.h``, and are differentiable by torch's own autograd. ``residual_sum`` has the bits of the
-fused residual operators' sum. ``ulps`` measures an error.
+``csrc/maths/row_norm.h``, and are differentiable by torch's own autograd. ``residual_sum`` has the bits of
+the fused residual operators' sum. ``ulps`` measures an error.
 """
 
 from collections.abc import Callable

@@ -45,6 +45,10 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / made.stdout.split()[-1]
 
 
+# The wheel is a build of its own: every CPU kernel is compiled again, minutes on two cores.
+needs_a_build = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def wheel(archive: Path) -> Path:
     """Without CUDA, as on a machine that has no nvcc: its kernels are compiled by the build itself."""
@@ -74,6 +78,7 @@ def test_archive_holds_every_source(archive: Path) -> None:
     assert len(_tracked()) > 20 and not missing
 
 
+@needs_a_build
 def test_wheel_content_and_tag(wheel: Path) -> None:
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert wheel.name.split("-")[2:4] == [python, python] and "linux" in wheel.name
@@ -90,6 +95,7 @@ def test_wheel_content_and_tag(wheel: Path) -> None:
     assert any(name.startswith("fusednorm/_C.") and name.endswith(".so") for name in names)
 
 
+@needs_a_build
 def test_installed_package_works_anywhere(installed: Path, tmp_path: Path) -> None:
     ran = _import(installed, tmp_path)
     assert ran.returncode == 0 and abs(float(ran.stdout)) < 1e-6, ran.stderr
@@ -99,6 +105,7 @@ def test_installed_package_works_anywhere(installed: Path, tmp_path: Path) -> No
     assert torch.__version__.startswith(ran.stdout.strip()), ran.stderr
 
 
+@needs_a_build
 def test_cpu_build_says_so_to_a_cuda_tensor(installed: Path, tmp_path: Path) -> None:
     """Field report B74. The CUDA key's kernel is called by key: there need be no GPU."""
     code = (
@@ -110,6 +117,7 @@ def test_cpu_build_says_so_to_a_cuda_tensor(installed: Path, tmp_path: Path) -> 
     assert "fusednorm::rms_norm: fusednorm was built without CUDA" in ran.stderr
 
 
+@needs_a_build
 def test_import_errors_say_what_to_do(installed: Path, tmp_path: Path) -> None:
     """Field report B67: the library absent, corrupt, for another torch; never a silent fallback."""
     library, built = installed / "fusednorm/lib/libfusednorm.so", installed / "fusednorm/_built.py"

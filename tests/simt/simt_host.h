@@ -76,7 +76,7 @@ inline void launched() {
 
 }  // namespace fusednorm::cuda
 
-/// Kernels that ran here since the library was loaded; for tests/test_simt.py, by ctypes.
+/// Kernels that ran here since the library was loaded; for tests/simt/test_simt.py, by ctypes.
 extern "C" __attribute__((visibility("default"), used)) inline uint64_t fusednorm_simt_launches() {
   return simt::statistics().launches;
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import cuda_code  # noqa: E402
 from cuda_code import BYTES_IN_FLIGHT, NORMS, Code, Entry, Kernel  # noqa: E402

@@ -109,7 +109,8 @@ def check_gradients(
     grads = gradients(norm, tensors, *given, alpha=alpha, **kw)
     s = residual_sum(x, residual, alpha).double()
     acc = accumulation(residual.dtype)
-    wide = [t.double().requires_grad_() for t in (s, weight, bias)[: 3 if norm.has_bias else 2]]
+    # Detached: double() of fp64 is the caller's tensor itself, which must not require grad from here on.
+    wide = [t.detach().double().requires_grad_() for t in (s, weight, bias)[: 3 if norm.has_bias else 2]]
     output = norm.reference(*wide, *[None] * (3 - len(wide)), **kw)
     if use[0]:
         d_sum, *d_parameters = torch.autograd.grad(output, wide, grad_y.double())

@@ -13,7 +13,7 @@ from torch import nn
 
 import fusednorm
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gallery  # noqa: E402  (the benchmarks are programs, no package)
