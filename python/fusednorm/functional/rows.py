@@ -11,15 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusednorm._load import _C
-from fusednorm._subclasses import prepare_for_subclass
-from fusednorm.group_functional import group_norm, instance_norm
+from fusednorm.torch_support.loading import _C
+from fusednorm.torch_support.subclasses import prepare_for_subclass
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
-    "group_norm",
-    "instance_norm",
     "layer_norm",
     "rms_norm",
     "scale_norm",
