@@ -6,8 +6,9 @@ and dtype (``group_norm`` and ``instance_norm``: of its memory format). A wrong 
 raises a ``RuntimeError`` that names the operator, the argument, what was expected and what was given.
 """
 
+from fusednorm.functional.add import add_layer_norm, add_rms_norm
 from fusednorm.functional.groups import group_norm, instance_norm
-from fusednorm.functional.rows import add_layer_norm, add_rms_norm, layer_norm, rms_norm, scale_norm
+from fusednorm.functional.rows import layer_norm, rms_norm, scale_norm
 
 __all__ = [
     "add_layer_norm",
