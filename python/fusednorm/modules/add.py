@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import functional
-from fusednorm.modules import LayerNorm, RMSNorm
+from fusednorm.modules.rows import LayerNorm, RMSNorm
 
 __all__ = ["AddLayerNorm", "AddRMSNorm"]
 
@@ -42,6 +42,8 @@ class AddLayerNorm(LayerNorm):
         input and residual ``[*, *normalized_shape]``; returns ``(output, residual_out)`` of that shape, the
         first of the input's dtype, the second of the residual's.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     alpha: float = 1.0  # of a module that became ours by its class
 
@@ -96,6 +98,8 @@ class AddRMSNorm(RMSNorm):
         input and residual ``[*, *normalized_shape]``; returns ``(output, residual_out)`` of that shape, the
         first of the input's dtype, the second of the residual's.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     alpha: float = 1.0  # of a module that became ours by its class
 

@@ -1,14 +1,4 @@
-"""The norms as modules: ``torch.nn``'s classes with another ``forward``.
-
-An existing module becomes one of ours by its class alone, and keeps parameters, hooks, flags and sharing::
-
-    for module in model.modules():
-        if type(module) is torch.nn.LayerNorm:
-            module.__class__ = fusednorm.LayerNorm
-
-They are subclasses, so what looks for ``nn.LayerNorm`` or ``nn.RMSNorm`` (optimizer groups, quantizers,
-``isinstance``) finds them, and a strict ``load_state_dict`` passes both ways.
-"""
+"""LayerNorm and RMSNorm: the norms over rows, on which others here are built."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fusednorm import functional
-from fusednorm._load import _C
+from fusednorm.torch_support.loading import _C
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -59,6 +49,8 @@ class LayerNorm(nn.LayerNorm):
     Shape:
         input ``[*, *normalized_shape]``, output the same.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     # The defaults of a module that became ours by its class.
     weight_offset: float = 0.0
@@ -161,6 +153,8 @@ class RMSNorm(nn.RMSNorm):
     Shape:
         input ``[*, *normalized_shape]``, output the same.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     # The defaults of a module that became ours by its class.
     weight_offset: float = 0.0
