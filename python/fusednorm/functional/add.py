@@ -1,11 +1,13 @@
 """The norms over rows with the residual add in front of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusednorm.torch_support.loading import _C
+from fusednorm.torch_support.options import LAYER_NORM, RMS_NORM, takes
 from fusednorm.torch_support.subclasses import prepare_for_subclass
 
 __all__ = ["add_layer_norm", "add_rms_norm"]
@@ -15,6 +17,7 @@ _fast_add_layer_norm = _C.add_layer_norm
 _fast_add_rms_norm = _C.add_rms_norm
 
 
+@takes(LAYER_NORM)
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -24,9 +27,7 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     alpha: float = 1.0,
-    weight_offset: float = 0.0,
-    eps_outside: bool = False,
-    unbiased: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     r"""The residual add and the LayerNorm after it in one: a block's output joins the residual stream.
 
@@ -38,8 +39,9 @@ def add_layer_norm(
     Args:
         input: ``[*, *normalized_shape]``, what is added to the stream (a sublayer's output).
         residual: the stream, of the input's shape and any of the four dtypes.
-        normalized_shape, weight, bias, eps, weight_offset, eps_outside, unbiased: see :func:`layer_norm`.
+        normalized_shape, weight, bias, eps: see :func:`layer_norm`.
         alpha: the factor on the residual (DeepNorm's alpha, Wang et al. 2022); any finite number.
+        OPTIONS
 
     Returns:
         ``(output, residual_out)``: ``y`` of the input's dtype, and ``s`` of the residual's. Both are
@@ -52,9 +54,7 @@ def add_layer_norm(
     For inference ``torch.ops.fusednorm.add_layer_norm_`` writes ``s`` over the residual and returns ``y``.
     """
     if not _is_compiling():
-        outputs = _fast_add_layer_norm(
-            input, residual, normalized_shape, weight, bias, eps, alpha, weight_offset, eps_outside, unbiased
-        )
+        outputs = _fast_add_layer_norm(input, residual, normalized_shape, weight, bias, eps, alpha, **options)
         if outputs is not None:
             return outputs  # type: ignore[no-any-return]
         prepare_for_subclass("add_layer_norm", input)
@@ -66,12 +66,11 @@ def add_layer_norm(
         bias,
         eps,
         alpha=alpha,
-        weight_offset=weight_offset,
-        eps_outside=eps_outside,
-        unbiased=unbiased,
+        **options,
     )
 
 
+@takes(RMS_NORM)
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -80,8 +79,7 @@ def add_rms_norm(
     eps: float | None = None,
     *,
     alpha: float = 1.0,
-    weight_offset: float = 0.0,
-    casting_mode: str = "default",
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     r"""The residual add and the RMSNorm after it in one: a block's output joins the residual stream.
 
@@ -93,11 +91,10 @@ def add_rms_norm(
     Args:
         input: ``[*, *normalized_shape]``, what is added to the stream (a sublayer's output).
         residual: the stream, of the input's shape and any of the four dtypes.
-        normalized_shape, weight, weight_offset: see :func:`rms_norm`.
+        normalized_shape, weight: see :func:`rms_norm`.
         eps: see :func:`rms_norm`. None: the machine epsilon of what the residual accumulates in.
         alpha: the factor on the residual; any finite number.
-        casting_mode: see :func:`rms_norm`. "llama" rounds ``s * rstd`` to the dtype of ``s``, as Hugging
-            Face's code does after an add (an fp32 stream is not rounded there).
+        OPTIONS
 
     Returns:
         ``(output, residual_out)``: ``y`` of the input's dtype, and ``s`` of the residual's; see
@@ -109,9 +106,7 @@ def add_rms_norm(
     For inference ``torch.ops.fusednorm.add_rms_norm_`` writes ``s`` over the residual and returns ``y``.
     """
     if not _is_compiling():
-        outputs = _fast_add_rms_norm(
-            input, residual, normalized_shape, weight, eps, alpha, weight_offset, casting_mode
-        )
+        outputs = _fast_add_rms_norm(input, residual, normalized_shape, weight, eps, alpha, **options)
         if outputs is not None:
             return outputs  # type: ignore[no-any-return]
         prepare_for_subclass("add_rms_norm", input)
@@ -122,6 +117,5 @@ def add_rms_norm(
         weight,
         eps,
         alpha=alpha,
-        weight_offset=weight_offset,
-        casting_mode=casting_mode,
+        **options,
     )

@@ -1,11 +1,13 @@
 """The norms over the trailing dimensions: ``layer_norm``, ``rms_norm``, ``scale_norm``."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusednorm.torch_support.loading import _C
+from fusednorm.torch_support.options import LAYER_NORM, RMS_NORM, takes
 from fusednorm.torch_support.subclasses import prepare_for_subclass
 
 __all__ = ["layer_norm", "rms_norm", "scale_norm"]
@@ -16,16 +18,14 @@ _fast_rms_norm = _C.rms_norm
 _fast_scale_norm = _C.scale_norm
 
 
+@takes(LAYER_NORM)
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    *,
-    weight_offset: float = 0.0,
-    eps_outside: bool = False,
-    unbiased: bool = False,
+    **options: Any,
 ) -> Tensor:
     r"""LayerNorm over the trailing dimensions (Ba, Kiros and Hinton 2016), as ``F.layer_norm``.
 
@@ -37,11 +37,7 @@ def layer_norm(
         weight: of shape ``normalized_shape``, or None for 1.
         bias: of shape ``normalized_shape``, or None for 0.
         eps: added to the variance; any finite number.
-        weight_offset: the gain is ``weight_offset + weight``, formed in the accumulation type (1: NVIDIA's
-            zero-centred gamma). A plain checkpoint's weights of 1 would give a gain of 2: subtract it.
-        eps_outside: divide by ``s + eps`` in place of ``sqrt(s**2 + eps)``, as in the "annotated
-            Transformer". Where ``s`` is 0 its derivative is taken as 0.
-        unbiased: variance over N - 1, as in the "annotated Transformer"; needs rows of 2 elements or more.
+        OPTIONS
 
     Returns:
         A contiguous tensor of the input's shape and dtype.
@@ -50,32 +46,22 @@ def layer_norm(
         RuntimeError: an argument of the wrong shape, dtype, device or layout.
     """
     if not _is_compiling():
-        output = _fast_layer_norm(
-            input, normalized_shape, weight, bias, eps, weight_offset, eps_outside, unbiased
-        )
+        output = _fast_layer_norm(input, normalized_shape, weight, bias, eps, **options)
         if output is not None:
             return output  # type: ignore[no-any-return]
         prepare_for_subclass("layer_norm", input)
     return torch.ops.fusednorm.layer_norm.default(  # type: ignore[no-any-return]
-        input,
-        normalized_shape,
-        weight,
-        bias,
-        eps,
-        weight_offset=weight_offset,
-        eps_outside=eps_outside,
-        unbiased=unbiased,
+        input, normalized_shape, weight, bias, eps, **options
     )
 
 
+@takes(RMS_NORM)
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
-    *,
-    weight_offset: float = 0.0,
-    casting_mode: str = "default",
+    **options: Any,
 ) -> Tensor:
     r"""RMSNorm over the trailing dimensions (Zhang and Sennrich 2019), as ``F.rms_norm``.
 
@@ -87,10 +73,7 @@ def rms_norm(
         weight: of shape ``normalized_shape``, or None for 1.
         eps: added to the mean square; any finite number. None: the machine epsilon of the accumulation
             type, 2**-23 (2**-52 for fp64), as in torch 2.15.
-        weight_offset: the gain is ``weight_offset + weight``, formed in the accumulation type (1: Gemma's
-            form). A plain checkpoint's weights of 1 would give a gain of 2: subtract it.
-        casting_mode: "default" rounds once, at the store. "llama" rounds ``x * rstd`` to the input's dtype
-            before the product with the weight, as Hugging Face's ``LlamaRMSNorm`` does.
+        OPTIONS
 
     Returns:
         A contiguous tensor of the input's shape and dtype.
@@ -99,17 +82,12 @@ def rms_norm(
         RuntimeError: an argument of the wrong shape, dtype, device or layout.
     """
     if not _is_compiling():
-        output = _fast_rms_norm(input, normalized_shape, weight, eps, weight_offset, casting_mode)
+        output = _fast_rms_norm(input, normalized_shape, weight, eps, **options)
         if output is not None:
             return output  # type: ignore[no-any-return]
         prepare_for_subclass("rms_norm", input)
     return torch.ops.fusednorm.rms_norm.default(  # type: ignore[no-any-return]
-        input,
-        normalized_shape,
-        weight,
-        eps,
-        weight_offset=weight_offset,
-        casting_mode=casting_mode,
+        input, normalized_shape, weight, eps, **options
     )
 
 

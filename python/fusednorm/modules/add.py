@@ -73,9 +73,7 @@ class AddLayerNorm(LayerNorm):
             self.bias,
             self._scaled_eps(),
             alpha=self.alpha,
-            weight_offset=self.weight_offset,
-            eps_outside=self.eps_outside,
-            unbiased=self.unbiased,
+            **self._options.of(self),
         )
 
     def extra_repr(self) -> str:
@@ -127,8 +125,7 @@ class AddRMSNorm(RMSNorm):
             self.weight,
             self._scaled_eps(residual),
             alpha=self.alpha,
-            weight_offset=self.weight_offset,
-            casting_mode=self.casting_mode,
+            **self._options.of(self),
         )
 
     def extra_repr(self) -> str:

@@ -70,9 +70,7 @@ def add_norm(
                 norm.bias,
                 norm._scaled_eps(),
                 alpha=alpha,
-                weight_offset=norm.weight_offset,
-                eps_outside=norm.eps_outside,
-                unbiased=norm.unbiased,
+                **norm._options.of(norm),
             )
         if isinstance(norm, RMSNorm) and is_called_as(norm, RMSNorm):
             return functional.add_rms_norm(
@@ -82,8 +80,7 @@ def add_norm(
                 norm.weight,
                 norm._scaled_eps(stream),
                 alpha=alpha,
-                weight_offset=norm.weight_offset,
-                casting_mode=norm.casting_mode,
+                **norm._options.of(norm),
             )
     stream = add_branch(branch, stream, alpha)
     return norm(stream).to(dtype), stream
