@@ -79,6 +79,7 @@ def add_rms_norm(
     eps: float | None = None,
     *,
     alpha: float = 1.0,
+    bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     r"""The residual add and the RMSNorm after it in one: a block's output joins the residual stream.
@@ -94,6 +95,7 @@ def add_rms_norm(
         normalized_shape, weight: see :func:`rms_norm`.
         eps: see :func:`rms_norm`. None: the machine epsilon of what the residual accumulates in.
         alpha: the factor on the residual; any finite number.
+        bias: see :func:`rms_norm`.
         OPTIONS
 
     Returns:
@@ -106,7 +108,7 @@ def add_rms_norm(
     For inference ``torch.ops.fusednorm.add_rms_norm_`` writes ``s`` over the residual and returns ``y``.
     """
     if not _is_compiling():
-        outputs = _fast_add_rms_norm(input, residual, normalized_shape, weight, eps, alpha, **options)
+        outputs = _fast_add_rms_norm(input, residual, normalized_shape, weight, eps, alpha, bias, **options)
         if outputs is not None:
             return outputs  # type: ignore[no-any-return]
         prepare_for_subclass("add_rms_norm", input)
@@ -117,5 +119,6 @@ def add_rms_norm(
         weight,
         eps,
         alpha=alpha,
+        bias=bias,
         **options,
     )

@@ -61,11 +61,13 @@ def rms_norm(
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     r"""RMSNorm over the trailing dimensions (Zhang and Sennrich 2019), as ``F.rms_norm``.
 
-    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot w
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot w + b
 
     Args:
         input: ``[*, *normalized_shape]``.
@@ -73,6 +75,7 @@ def rms_norm(
         weight: of shape ``normalized_shape``, or None for 1.
         eps: added to the mean square; any finite number. None: the machine epsilon of the accumulation
             type, 2**-23 (2**-52 for fp64), as in torch 2.15.
+        bias: of shape ``normalized_shape``, or None for 0.
         OPTIONS
 
     Returns:
@@ -82,12 +85,12 @@ def rms_norm(
         RuntimeError: an argument of the wrong shape, dtype, device or layout.
     """
     if not _is_compiling():
-        output = _fast_rms_norm(input, normalized_shape, weight, eps, **options)
+        output = _fast_rms_norm(input, normalized_shape, weight, eps, bias, **options)
         if output is not None:
             return output  # type: ignore[no-any-return]
         prepare_for_subclass("rms_norm", input)
     return torch.ops.fusednorm.rms_norm.default(  # type: ignore[no-any-return]
-        input, normalized_shape, weight, eps, **options
+        input, normalized_shape, weight, eps, bias=bias, **options
     )
 
 

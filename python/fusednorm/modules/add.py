@@ -125,6 +125,7 @@ class AddRMSNorm(RMSNorm):
             self.weight,
             self._scaled_eps(residual),
             alpha=self.alpha,
+            bias=self._bias(),
             **self._options.of(self),
         )
 

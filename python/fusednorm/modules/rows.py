@@ -141,11 +141,12 @@ class LayerNorm(_RowNorm, nn.LayerNorm):
 class RMSNorm(_RowNorm, nn.RMSNorm):
     r"""``nn.RMSNorm`` on the fused kernels (Zhang and Sennrich 2019).
 
-    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot w
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot w + b
 
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as in ``nn.RMSNorm``. ``eps=None`` is the
             machine epsilon of the accumulation type.
+        bias: whether there is a learnable bias, which starts at 0.
         options: those of :func:`fusednorm.functional.rms_norm`.
         init_gain: what the gain ``weight_offset + weight`` starts at.
         input_scale: a factor c on the input, as an eps of ``eps / c**2``; see :class:`LayerNorm`.
@@ -166,6 +167,7 @@ class RMSNorm(_RowNorm, nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = False,
         init_gain: float = 1.0,
         input_scale: float = 1.0,
         **options: Any,
@@ -173,6 +175,19 @@ class RMSNorm(_RowNorm, nn.RMSNorm):
         self._set_options(options, init_gain, input_scale)
         shape: Any = normalized_shape  # torch's own annotation differs between versions
         super().__init__(shape, eps, elementwise_affine, device, dtype)
+        made = nn.Parameter(torch.zeros(self.normalized_shape, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", made)
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ``init_gain - weight_offset``, and a bias to 0."""
+        super().reset_parameters()
+        bias = self._bias()
+        if bias is not None:
+            nn.init.zeros_(bias)
+
+    def _bias(self) -> Tensor | None:
+        """None also in a module that became ours by its class: ``nn.RMSNorm`` has no such attribute."""
+        return getattr(self, "bias", None)
 
     def _scaled_eps(self, rows: Tensor) -> float | None:
         if self.input_scale == 1.0:
@@ -184,11 +199,14 @@ class RMSNorm(_RowNorm, nn.RMSNorm):
         """Normalizes ``input`` of shape ``[*, *normalized_shape]``."""
         eps = self.eps if self.input_scale == 1.0 else self._scaled_eps(input)
         if not _is_compiling():
+            parameters = self._parameters
             try:
-                weight = self._parameters["weight"]
+                weight, bias = parameters["weight"], parameters["bias"]
             except KeyError:
-                weight = self.weight
-            output = _fast_rms_norm(input, self.normalized_shape, weight, eps, *RMS_NORM.values_of(self))
+                weight, bias = self.weight, self._bias()
+            output = _fast_rms_norm(
+                input, self.normalized_shape, weight, eps, bias, *RMS_NORM.values_of(self)
+            )
             if output is not None:
                 return output  # type: ignore[no-any-return]
         return functional.rms_norm(
@@ -196,5 +214,10 @@ class RMSNorm(_RowNorm, nn.RMSNorm):
             self.normalized_shape,
             self.weight,
             eps,
+            bias=self._bias(),
             **RMS_NORM.of(self),
         )
+
+    def extra_repr(self) -> str:
+        """torch's, and the options that differ from their defaults."""
+        return super().extra_repr() + ("" if self._bias() is None else ", bias=True")

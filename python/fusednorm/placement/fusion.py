@@ -80,6 +80,7 @@ def add_norm(
                 norm.weight,
                 norm._scaled_eps(stream),
                 alpha=alpha,
+                bias=norm._bias(),
                 **norm._options.of(norm),
             )
     stream = add_branch(branch, stream, alpha)
