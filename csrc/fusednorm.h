@@ -129,4 +129,14 @@ FUSEDNORM_API at::Tensor add_rms_norm_(const at::Tensor& input, const at::Tensor
 /// machine has and the environment variable ATEN_CPU_CAPABILITY allows.
 FUSEDNORM_API const char* cpu_kernels();
 
+/// The sizes of the CPU's caches, by which its kernels decide when to ask for memory early and when
+/// to write past the caches (never in which order they add), in bytes, and where they are from:
+/// "cpuid", "sysconf", "environment" (FUSEDNORM_L1_BYTES, FUSEDNORM_L2_BYTES and
+/// FUSEDNORM_LAST_LEVEL_BYTES) or "defaults".
+struct CacheSizes {
+  int64_t l1, l2, last_level;
+  const char* source;
+};
+FUSEDNORM_API CacheSizes cache_sizes();
+
 }  // namespace fusednorm

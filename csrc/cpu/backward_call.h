@@ -15,10 +15,9 @@ namespace fusednorm {
 // A thread is worth waking (0.65 us) for about this much of a row's traffic.
 constexpr int64_t kGrainBytes = 64 * 1024;
 
-/// Whether what comes next is worth asking for early. Not rows of more than 64 KB: four of them
-/// early in the second-level cache drive out what is needed now.
-inline bool worth_asking_early(int64_t bytes, int64_t row_bytes, int64_t from = kPartOfCache) {
-  return bytes > from && row_bytes <= 64 << 10;
+/// Whether what comes next is worth asking for early: beyond `from` bytes, and not long rows.
+inline bool worth_asking_early(int64_t bytes, int64_t row_bytes, int64_t from) {
+  return bytes > from && row_bytes <= cpu::caches().early_row();
 }
 
 /// Whether a backward's gradients are better stored past the caches. In fp32 they are as soon as
@@ -26,7 +25,7 @@ inline bool worth_asking_early(int64_t bytes, int64_t row_bytes, int64_t from = 
 /// pass over it, 2048 x 768: 408 us stored, 386 streamed; 4096 x 1024: 1871, 1580); in 16 bits only
 /// where the gradient alone does (4096 x 1024: 803, 844; 8192 x 4096: 11.7 ms, 8.9).
 inline bool past_caches(int64_t element_size, int64_t bytes) {
-  return element_size > 2 ? bytes > kPartOfCache : exceeds_cache(bytes);
+  return element_size > 2 ? bytes > cpu::caches().part() : exceeds_cache(bytes);
 }
 
 // grad_weight and grad_bias are summed over chunks of rows, then over the chunks. A chunk is a
@@ -59,7 +58,7 @@ struct BackwardCall {
   void suit_caches(const Tensor& rows_of_call) {
     const int64_t element_size = rows_of_call.element_size();
     const int64_t bytes = rows_of_call.numel() * element_size;
-    args.ask_early = worth_asking_early(bytes, args.cols * element_size);
+    args.ask_early = worth_asking_early(bytes, args.cols * element_size, cpu::caches().part());
     args.past_caches = past_caches(element_size, bytes);
   }
 

@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "cpu/caches.h"
 #include "cpu/kernels/row_kernels.h"
 #include "device/tensor_rows.h"
 #include "operators/arguments.h"
@@ -69,12 +70,7 @@ struct Affine {
   }
 };
 
-/// Whether so much is more than a core's last-level cache is likely to hold. A constant: what the
-/// system reports may be the sum over all sockets (402 MB where a core has 32).
-inline bool exceeds_cache(int64_t bytes) { return bytes > int64_t{32} << 20; }
-
-// A tensor of this size is one of about four around a call, and the last-level cache does not hold
-// all four beside others' data.
-constexpr int64_t kPartOfCache = int64_t{5} << 20;
+/// Whether so much is more than a core's last-level cache is likely to hold.
+inline bool exceeds_cache(int64_t bytes) { return bytes > cpu::caches().last_level; }
 
 }  // namespace fusednorm

@@ -16,7 +16,7 @@ namespace {
 bool forward_asks_early(const Tensor& output, const Sizes& sizes) {
   const int64_t element_size = output.element_size();
   return worth_asking_early(static_cast<int64_t>(output.nbytes()), sizes.cols * element_size,
-                            element_size > 2 ? kPartOfCache : 2 * kPartOfCache);
+                            (element_size > 2 ? 1 : 2) * cpu::caches().part());
 }
 
 template <class Body>
@@ -52,6 +52,7 @@ struct ForwardOperands {
     args->rstd = to.rstd.defined() ? to.rstd.data_ptr() : nullptr;
     args->weight = weight.data;
     args->bias = bias.data;
+    args->crowding_bytes = cpu::caches().parameters();
   }
 };
 
@@ -283,6 +284,11 @@ Gradients Cpu::add_backward_rows(const Call& call) {
 }  // namespace
 
 const char* cpu_kernels() { return kernels().name; }
+
+CacheSizes cache_sizes() {
+  const cpu::Caches& caches = cpu::caches();
+  return {caches.l1, caches.l2, caches.last_level, caches.source};
+}
 
 TORCH_LIBRARY_IMPL(fusednorm, CPU, m) {
   register_norms<DeviceKey<Cpu>, LayerNorm, RmsNorm, ScaleRows>(m);

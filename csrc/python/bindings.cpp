@@ -27,6 +27,10 @@ pybind11::dict build_info() {
 #endif
   info["torch_cpu_capability"] = at::get_cpu_capability();
   info["cpu_kernels"] = cpu_kernels();
+  const CacheSizes caches = cache_sizes();
+  info["caches"] = pybind11::dict(pybind11::arg("l1") = caches.l1, pybind11::arg("l2") = caches.l2,
+                                  pybind11::arg("last_level") = caches.last_level,
+                                  pybind11::arg("source") = caches.source);
   return info;
 }
 
