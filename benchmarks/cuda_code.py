@@ -579,9 +579,7 @@ class Code:
         phases = ["whole"] if forward or plan["launches"] == 1 else ["sums", "apply"]
         parts = [plan["kernel"]] if forward else phases
         units = 0 if loops else plan["units"]
-        kernels = [
-            self.by_plan[direction, dtype, other, part, units, plan["unit_bytes"]] for part in parts
-        ]
+        kernels = [self.by_plan[direction, dtype, other, part, units, plan["unit_bytes"]] for part in parts]
         registers = max(k.registers for k in kernels)
         blocks = blocks_per_sm(
             plan["threads"], registers, plan["shared_bytes"], self.sm, max(k.barriers for k in kernels)
