@@ -170,7 +170,7 @@ def plot(results: dict[str, Any], folder: Path) -> list[str]:
         axes[0].set_title("Training loss")
         axes[0].set_ylim(0.95 * min(finite), 1.25 * first)  # a run that blows up would flatten the others
         draw_gradients(axes[1], members)
-        axes[1].set_title("Gradient by depth (dashed: before training, solid: at the end)")
+        axes[1].set_title("Gradient by depth\ndashed: before training, solid: at the end")
         for axis in axes:
             axis.grid(alpha=0.3)
         files.append(f"gallery_{group.replace(' ', '_')}.png")

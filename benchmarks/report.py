@@ -32,7 +32,7 @@ def _cell(result: Result) -> str:
 
 
 def markdown(run: dict[str, Any]) -> str:
-    """The tables of times in README.md: a row for each shape and dtype, a column for each direction and threads.
+    """The tables of times in README.md: a row for each shape and dtype, a column for each direction.
 
     Of the sweep's shapes those of the bars and the largest; of another choice of shapes, all. An empty cell
     is a case that was not measured.
