@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
@@ -46,7 +46,7 @@ class SourceArchive(sdist):
 
 
 setup(
-    packages=["fusednorm"],
+    packages=find_packages("python"),
     package_dir={"": "python"},
     package_data={"fusednorm": ["py.typed"]},
     # Names the module for the wheel's tag (CPython version and platform); CMake builds it.

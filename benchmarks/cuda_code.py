@@ -573,7 +573,7 @@ class Code:
         import fusednorm
 
         other, rows = other or dtype, rows or max(1, ELEMENTS // cols)
-        plan = fusednorm._load._C.explain(rows, cols, dtype, other, norm, self.arch)[direction]
+        plan = fusednorm._C.explain(rows, cols, dtype, other, norm, self.arch)[direction]
         forward = direction == "forward"
         loops = forward and plan["kernel"] != "registers"
         phases = ["whole"] if forward or plan["launches"] == 1 else ["sums", "apply"]
@@ -600,9 +600,7 @@ class Code:
             of_block = (plan["stages"] - 1) * row * plan["rows_per_block"] // plan["blocks_per_row"]
         losses = None
         if not forward:
-            losses = {
-                s: fusednorm._load._C.quantisation_loss(plan["blocks"], s) for s in (108, 132, 148, 170)
-            }
+            losses = {s: fusednorm._C.quantisation_loss(plan["blocks"], s) for s in (108, 132, 148, 170)}
         return Entry(
             direction,
             norm,

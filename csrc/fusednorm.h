@@ -36,12 +36,13 @@ FUSEDNORM_API at::Tensor layer_norm(const at::Tensor& input, at::IntArrayRef nor
                                     const std::optional<at::Tensor>& bias = {}, double eps = 1e-5,
                                     const LayerNormOptions& options = {});
 
-/// y = x / sqrt(mean(x^2) + eps) * weight, over each row (Zhang and Sennrich 2019), as
+/// y = x / sqrt(mean(x^2) + eps) * weight + bias, over each row (Zhang and Sennrich 2019), as
 /// torch::rms_norm. eps absent: the machine epsilon of the accumulation type.
 FUSEDNORM_API at::Tensor rms_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
                                   const std::optional<at::Tensor>& weight = {},
                                   std::optional<double> eps = {},
-                                  const RmsNormOptions& options = {});
+                                  const RmsNormOptions& options = {},
+                                  const std::optional<at::Tensor>& bias = {});
 
 /// GroupNorm (Wu and He 2018): LayerNorm of the channels of one group at all positions, over each
 /// sample of the input [N, C, *]; weight and bias of shape [C]. As torch::group_norm, whose memory
@@ -69,7 +70,8 @@ FUSEDNORM_API std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
 FUSEDNORM_API std::tuple<at::Tensor, at::Tensor> rms_norm_forward(
     const at::Tensor& input, at::IntArrayRef normalized_shape,
     const std::optional<at::Tensor>& weight = {}, std::optional<double> eps = {},
-    const RmsNormOptions& options = {}, std::optional<at::ScalarType> out_dtype = {});
+    const RmsNormOptions& options = {}, std::optional<at::ScalarType> out_dtype = {},
+    const std::optional<at::Tensor>& bias = {});
 
 /// (grad_input, grad_weight, grad_bias); what output_mask leaves out is undefined. `bias` is read
 /// for its dtype only. The gradients have the dtype of what they belong to.
@@ -79,11 +81,12 @@ FUSEDNORM_API std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward
     const std::optional<at::Tensor>& bias, double eps, std::array<bool, 3> output_mask,
     const LayerNormOptions& options = {});
 
-/// (grad_input, grad_weight).
-FUSEDNORM_API std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
+/// (grad_input, grad_weight, grad_bias), as layer_norm_backward.
+FUSEDNORM_API std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor& grad_output, const at::Tensor& input, at::IntArrayRef normalized_shape,
     const at::Tensor& rstd, const std::optional<at::Tensor>& weight, std::optional<double> eps,
-    std::array<bool, 2> output_mask, const RmsNormOptions& options = {});
+    std::array<bool, 3> output_mask, const RmsNormOptions& options = {},
+    const std::optional<at::Tensor>& bias = {});
 
 // ---- The fused residual add: residual_out = alpha * residual + input, output = norm of it ----
 //
@@ -102,7 +105,8 @@ FUSEDNORM_API std::tuple<at::Tensor, at::Tensor> add_layer_norm(
 FUSEDNORM_API std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const at::Tensor& input, const at::Tensor& residual, at::IntArrayRef normalized_shape,
     const std::optional<at::Tensor>& weight = {}, std::optional<double> eps = {},
-    double alpha = 1.0, const RmsNormOptions& options = {});
+    double alpha = 1.0, const RmsNormOptions& options = {},
+    const std::optional<at::Tensor>& bias = {});
 
 /// add_layer_norm for inference: residual_out is written over `residual`. Refused where autograd
 /// would record it, and for a residual whose elements share memory (expanded).
@@ -118,7 +122,8 @@ FUSEDNORM_API at::Tensor add_rms_norm_(const at::Tensor& input, const at::Tensor
                                        at::IntArrayRef normalized_shape,
                                        const std::optional<at::Tensor>& weight = {},
                                        std::optional<double> eps = {}, double alpha = 1.0,
-                                       const RmsNormOptions& options = {});
+                                       const RmsNormOptions& options = {},
+                                       const std::optional<at::Tensor>& bias = {});
 
 /// The CPU kernels in use: "avx512bf16", "avx512", "avx2" or "portable". Chosen once, by what the
 /// machine has and the environment variable ATEN_CPU_CAPABILITY allows.

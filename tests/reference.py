@@ -52,13 +52,16 @@ def rms_norm(
     eps: float | None = None,
     normalized_dims: int = 1,
     weight_offset: float = 0.0,
+    eps_outside: bool = False,
 ) -> Tensor:
     """RMSNorm in float64; ``eps=None`` is the machine epsilon of the accumulation type of x's dtype."""
     if eps is None:
         eps = 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
     dims = _dims(x, normalized_dims)
     x = x.double()
-    return _affine(x / (x.square().mean(dims, keepdim=True) + eps).sqrt(), weight, None, weight_offset)
+    square = x.square().mean(dims, keepdim=True)
+    denominator = square.sqrt() + eps if eps_outside else (square + eps).sqrt()
+    return _affine(x / denominator, weight, None, weight_offset)
 
 
 def scale_norm(x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:

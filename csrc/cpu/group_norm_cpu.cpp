@@ -81,7 +81,7 @@ struct GroupCpu {
       return to;
     }
     const Tensor input = call.input->contiguous(format);
-    const Tensor grad_output = call.grad_output->contiguous(format);
+    const Tensor grad_output = call.grad_output->to(dtype).contiguous(format);  // may be narrower
     const Tensor mean = call.mean->contiguous(), rstd = call.rstd->contiguous();
     const Affine weight(*call.weight, 0, acc_dtype);
 

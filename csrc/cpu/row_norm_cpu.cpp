@@ -267,7 +267,7 @@ Gradients Cpu::add_backward_rows(const Call& call) {
                                     : kernels().add_rms_norm_backward[pair];
   run.dtype = cpu::parameter_dtype(pair);
   run.computes[0] = call.wanted.weight || call.wanted.bias;
-  run.computes[1] = run.computes[0] && call.norm.centered();
+  run.computes[1] = call.norm.centered() ? run.computes[0] : call.wanted.bias;
   cpu::SplitArgs split;
   if (other) split.grad_residual_out = other->layout;
   split.grad_residual = made.residual.defined() ? made.residual.data_ptr() : nullptr;

@@ -23,9 +23,9 @@ inline bool present(const OptionalTensor& tensor) {
 
 /// What a tensor's shape is, beside that of the rows: what is normalized, the input or the sum.
 enum class Shape : uint8_t { kRows, kLikeRows, kLeading, kParameter };
-/// Its dtype: any of the four; that of the rows; theirs or fp32 beside 16 bits; what they
-/// accumulate in.
-enum class Dtype : uint8_t { kAny, kRows, kWider, kAccumulation };
+/// Its dtype: any of the four; that of the rows; that of a gradient, the input's, fp32 beside 16
+/// bits, or a narrower one (which is widened first); what the rows accumulate in.
+enum class Dtype : uint8_t { kAny, kRows, kGradient, kAccumulation };
 /// Whether it has a gradient, and gradients depend on it (kLinear: they do not, but for their
 /// dtype).
 enum class Gradient : uint8_t { kNone, kLinear, kFull };
@@ -38,7 +38,7 @@ enum class Gradient : uint8_t { kNone, kLinear, kFull };
   TENSOR(weight, Optional, kParameter, kAny, kFull)            \
   TENSOR(bias, Optional, kParameter, kAny, kLinear)            \
   TENSOR(residual, Required, kLikeRows, kAny, kFull)           \
-  TENSOR(grad_output, Required, kLikeRows, kWider, kFull)      \
+  TENSOR(grad_output, Required, kLikeRows, kGradient, kFull)      \
   TENSOR(grad_residual_out, Optional, kLikeRows, kRows, kFull) \
   TENSOR(mean, Required, kLeading, kAccumulation, kNone)       \
   TENSOR(rstd, Required, kLeading, kAccumulation, kNone)

@@ -21,6 +21,8 @@ bool is_supported(at::ScalarType dtype) {
          dtype == at::kHalf;
 }
 
+bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
 /// Of the input's dtype, or fp32 beside a 16-bit input.
 void check_wider(const Norm& norm, std::string_view argument, at::ScalarType dtype,
                  at::ScalarType input_dtype) {
@@ -61,14 +63,17 @@ void check_dtype(const Beside& beside, std::string_view argument, Dtype dtype,
   switch (dtype) {
     case Dtype::kAny:
       return;
-    case Dtype::kWider:
-      if (!beside.grouped()) {
-        return check_wider(norm, argument, given,
-                           beside.of_sum() ? beside.call.input_dtype : of_rows);
-      }
-      TORCH_CHECK(given == of_rows, "fusednorm::", norm.op, ": ", argument,
-                  ": expected the input's dtype ", of_rows, ", got ", given);
+    case Dtype::kGradient: {
+      const auto of_input = beside.of_sum() ? beside.call.input_dtype : of_rows;
+      const bool widens = !beside.grouped() && given == at::kFloat && is_half(of_input);
+      TORCH_CHECK(given == of_input || widens || is_narrower(given, of_input), "fusednorm::",
+                  norm.op, ": ", argument, ": expected the input's dtype ", of_input,
+                  !is_half(of_input) ? " or a narrower one"
+                  : beside.grouped() ? ""
+                                     : " or Float",
+                  ", got ", given);
       return;
+    }
     case Dtype::kRows:
       TORCH_CHECK(given == of_rows, "fusednorm::", norm.op, ": ", argument,
                   ": expected the dtype of residual_out ", of_rows, ", got ", given);

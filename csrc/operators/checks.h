@@ -28,6 +28,12 @@ inline c10::SymIntArrayRef leading_shape(const Call& call) {
   return rows.sym_sizes().slice(0, rows.dim() - call.normalized_shape.size());
 }
 
+/// Whether every number of `dtype` is one of `than`, which has more.
+inline bool is_narrower(at::ScalarType dtype, at::ScalarType than) {
+  return dtype != than && (than == at::kDouble ||
+                           (than == at::kFloat && (dtype == at::kBFloat16 || dtype == at::kHalf)));
+}
+
 // The dtypes of the gradients: of what they belong to; where that is absent, the weight's or
 // that of the rows.
 inline at::ScalarType grad_weight_dtype(const Call& call) {

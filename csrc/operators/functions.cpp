@@ -56,8 +56,10 @@ Tensor layer_norm(const Tensor& input, RowShape shape, const OptionalTensor& wei
 }
 
 Tensor rms_norm(const Tensor& input, RowShape shape, const OptionalTensor& weight,
-                std::optional<double> eps, const RmsNormOptions& options) {
-  return dispatch_outputs(with(call_of(Form::kOutput, eps, options), input, shape, weight)).output;
+                std::optional<double> eps, const RmsNormOptions& options,
+                const OptionalTensor& bias) {
+  return dispatch_outputs(with(call_of(Form::kOutput, eps, options), input, shape, weight, bias))
+      .output;
 }
 
 Tensor group_norm(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
@@ -88,8 +90,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& input, RowSh
 std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& input, RowShape shape,
                                             const OptionalTensor& weight, std::optional<double> eps,
                                             const RmsNormOptions& options,
-                                            std::optional<at::ScalarType> out_dtype) {
-  Call call = with(call_of(Form::kForward, eps, options), input, shape, weight);
+                                            std::optional<at::ScalarType> out_dtype,
+                                            const OptionalTensor& bias) {
+  Call call = with(call_of(Form::kForward, eps, options), input, shape, weight, bias);
   call.out_dtype = out_dtype;
   Outputs made = dispatch_outputs(call);
   return {std::move(made.output), std::move(made.rstd)};
@@ -107,15 +110,14 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
   return {std::move(made.input), std::move(made.weight), std::move(made.bias)};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_output, const Tensor& input,
-                                             RowShape shape, const Tensor& rstd,
-                                             const OptionalTensor& weight,
-                                             std::optional<double> eps, std::array<bool, 2> mask,
-                                             const RmsNormOptions& options) {
+std::tuple<Tensor, Tensor, Tensor> rms_norm_backward(
+    const Tensor& grad_output, const Tensor& input, RowShape shape, const Tensor& rstd,
+    const OptionalTensor& weight, std::optional<double> eps, std::array<bool, 3> mask,
+    const RmsNormOptions& options, const OptionalTensor& bias) {
   Gradients made = dispatch_gradients(
-      with_gradient(with(call_of(Form::kBackward, eps, options), input, shape, weight), grad_output,
-                    rstd, {mask[0], false, mask[1], false}));
-  return {std::move(made.input), std::move(made.weight)};
+      with_gradient(with(call_of(Form::kBackward, eps, options), input, shape, weight, bias),
+                    grad_output, rstd, {mask[0], false, mask[1], mask[2]}));
+  return {std::move(made.input), std::move(made.weight), std::move(made.bias)};
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual,
@@ -128,9 +130,10 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& res
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual, RowShape shape,
                                         const OptionalTensor& weight, std::optional<double> eps,
-                                        double alpha, const RmsNormOptions& options) {
-  return output_and_sum(with_residual(with(call_of(Form::kAdd, eps, options), input, shape, weight),
-                                      residual, alpha));
+                                        double alpha, const RmsNormOptions& options,
+                                        const OptionalTensor& bias) {
+  return output_and_sum(with_residual(
+      with(call_of(Form::kAdd, eps, options), input, shape, weight, bias), residual, alpha));
 }
 
 Tensor add_layer_norm_(const Tensor& input, const Tensor& residual, RowShape shape,
@@ -144,10 +147,10 @@ Tensor add_layer_norm_(const Tensor& input, const Tensor& residual, RowShape sha
 
 Tensor add_rms_norm_(const Tensor& input, const Tensor& residual, RowShape shape,
                      const OptionalTensor& weight, std::optional<double> eps, double alpha,
-                     const RmsNormOptions& options) {
-  return dispatch_outputs(
-             with_residual(with(call_of(Form::kAddInPlace, eps, options), input, shape, weight),
-                           residual, alpha))
+                     const RmsNormOptions& options, const OptionalTensor& bias) {
+  return dispatch_outputs(with_residual(with(call_of(Form::kAddInPlace, eps, options), input, shape,
+                                             weight, bias),
+                                        residual, alpha))
       .output;
 }
 

@@ -34,7 +34,7 @@ struct RmsNorm {
   using RowShape = List<arg::normalized_shape>;
   using Eps = List<arg::eps_or_none>;
   using Parameters = List<arg::weight>;
-  using KeywordParameters = List<>;
+  using KeywordParameters = List<arg::bias>;
   using Options = RmsNormOptionList;
   using Statistics = List<arg::rstd>;
   static constexpr bool widens = true;

@@ -35,16 +35,23 @@
 
 // ---- Which norm takes which ----
 
-#define FUSEDNORM_LAYER_NORM_OPTIONS(OPTION)                                  \
-  FUSEDNORM_OPTION_weight_offset(OPTION) FUSEDNORM_OPTION_eps_outside(OPTION) \
-      FUSEDNORM_OPTION_unbiased(OPTION)
+// clang-format off
+#define FUSEDNORM_LAYER_NORM_OPTIONS(OPTION) \
+  FUSEDNORM_OPTION_weight_offset(OPTION) \
+  FUSEDNORM_OPTION_eps_outside(OPTION) \
+  FUSEDNORM_OPTION_unbiased(OPTION)
 
 #define FUSEDNORM_RMS_NORM_OPTIONS(OPTION) \
-  FUSEDNORM_OPTION_weight_offset(OPTION) FUSEDNORM_OPTION_casting_mode(OPTION)
+  FUSEDNORM_OPTION_weight_offset(OPTION) \
+  FUSEDNORM_OPTION_casting_mode(OPTION) \
+  FUSEDNORM_OPTION_eps_outside(OPTION)
 
-#define FUSEDNORM_EVERY_OPTION(OPTION)                                         \
-  FUSEDNORM_OPTION_weight_offset(OPTION) FUSEDNORM_OPTION_casting_mode(OPTION) \
-      FUSEDNORM_OPTION_eps_outside(OPTION) FUSEDNORM_OPTION_unbiased(OPTION)
+#define FUSEDNORM_EVERY_OPTION(OPTION) \
+  FUSEDNORM_OPTION_weight_offset(OPTION) \
+  FUSEDNORM_OPTION_casting_mode(OPTION) \
+  FUSEDNORM_OPTION_eps_outside(OPTION) \
+  FUSEDNORM_OPTION_unbiased(OPTION)
+// clang-format on
 
 // ---- As C++ callers give them ----
 

@@ -103,7 +103,7 @@ constexpr size_t size_of(List<Items...>) {
 
 /// The argument's place in the list, or its size.
 template <class... Arguments>
-size_t place_of(PyObject* name, List<Arguments...>) {
+size_t place_of([[maybe_unused]] PyObject* name, List<Arguments...>) {
   size_t place = 0;
   const bool found =
       ((PyUnicode_CompareWithASCIIString(name, Arguments::name.data()) == 0 || (++place, false)) ||

@@ -4,28 +4,31 @@
 the functions; ``torch.ops.fusednorm`` the operators, which C++ programs reach too.
 """
 
-from types import ModuleType
+from typing import TYPE_CHECKING
 
-from fusednorm import _load as _load  # first: loads the library, or says why it cannot
-from fusednorm import functional
-from fusednorm._load import build_info, cmake_prefix_path, library_path
-from fusednorm.adaptive_norm import AdaptiveNorm
-from fusednorm.add_modules import AddLayerNorm, AddRMSNorm
-from fusednorm.column_norms import BatchNorm
-from fusednorm.decompositions import decompositions
-from fusednorm.deepnorm import deepnorm_init
-from fusednorm.group_modules import GroupNorm, InstanceNorm
-from fusednorm.head_norm import HeadNorm
-from fusednorm.modules import LayerNorm, RMSNorm
-from fusednorm.monitor import NormMonitor
-from fusednorm.placement import Residual
+from fusednorm import _paths, functional
+from fusednorm.modules import (
+    AddLayerNorm,
+    AddRMSNorm,
+    BatchNorm,
+    GroupNorm,
+    HeadNorm,
+    InstanceNorm,
+    LayerNorm,
+    RMSNorm,
+    ScaleNorm,
+)
+from fusednorm.placement import Residual, ResidualStack, deepnorm_init
 from fusednorm.plans import explain
-from fusednorm.power_norm import PowerNorm
-from fusednorm.scale_norm import ScaleNorm
-from fusednorm.stack import ResidualStack
-from fusednorm.warmup import NormWarmup
+from fusednorm.torch_support import loading
+from fusednorm.torch_support.decompositions import decompositions
+from fusednorm.torch_support.loading import build_info, cmake_prefix_path, library_path
 
-__version__: str = _load.VERSION
+if TYPE_CHECKING:
+    from fusednorm.modules import AdaptiveNorm, PowerNorm
+    from fusednorm.training import NormMonitor, NormWarmup
+
+__version__: str = loading.VERSION
 
 __all__ = [
     "AdaptiveNorm",
@@ -52,10 +55,13 @@ __all__ = [
     "library_path",
 ]
 
+_ON_DEMAND = {  # torch._dynamo comes with the first three: it alone takes longer than all the rest
+    "AdaptiveNorm": "modules",
+    "NormMonitor": "training",
+    "PowerNorm": "modules",
+    "NormWarmup": "training",
+    "training": "training",
+}
 
-def __getattr__(name: str) -> ModuleType:
-    if name == "distributed":  # on demand: importing DTensor takes a second
-        import importlib
-
-        return importlib.import_module("fusednorm.distributed")
-    raise AttributeError(f"module 'fusednorm' has no attribute {name!r}")
+_paths.keep_old_paths()
+__getattr__ = _paths.on_demand(__name__, {**{old: old for old in _paths.MOVED}, **_ON_DEMAND})

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusednorm._load import _C
+from fusednorm.torch_support.loading import _C
 
 _SMS = (108, 132, 148, 170)  # A100, H100 and H200, B200, RTX 5090
 

@@ -63,10 +63,17 @@ TEST(Ops, ForwardThenBackwardIsAutograd) {
   EXPECT_TRUE(at::allclose(dw, expected[1], 1e-10, 1e-12));
 
   const auto [z, r] = fusednorm::rms_norm_forward(x, {8}, w, 1e-6);
-  const auto [dz, dzw] = fusednorm::rms_norm_backward(g, x, {8}, r, w, 1e-6, {true, true});
+  const auto [dz, dzw, dzb] =
+      fusednorm::rms_norm_backward(g, x, {8}, r, w, 1e-6, {true, true, false});
+  EXPECT_FALSE(dzb.defined());
   const auto rms = torch::autograd::grad({at::rms_norm(xr, {8}, wr, 1e-6)}, {xr, wr}, {g});
   EXPECT_TRUE(at::allclose(dz, rms[0], 1e-10, 1e-12));
   EXPECT_TRUE(at::allclose(dzw, rms[1], 1e-10, 1e-12));
+  const Tensor b = at::randn({8}, at::kDouble).requires_grad_();
+  const Tensor shifted = fusednorm::rms_norm(x, {8}, w, 1e-6, {}, b);
+  EXPECT_TRUE(at::allclose(shifted, z + b, 1e-12, 1e-12));
+  EXPECT_TRUE(
+      at::allclose(torch::autograd::grad({shifted}, {b}, {g})[0], g.sum({0, 1}), 1e-12, 1e-12));
 }
 
 TEST(Ops, ScaleNorm) {

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusednorm
 import reference
-from fusednorm._recomputation import Runs
+from fusednorm.torch_support.recomputation import Runs
 from reference import DTYPES, HALVES, ulps
 
 

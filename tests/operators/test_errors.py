@@ -28,7 +28,7 @@ def _routes(norm: NormUnderTest) -> dict[str, Callable[..., Any]]:
         statistics = [torch.zeros(x.shape[: x.dim() - len(shape)], device=x.device)] * (
             2 if norm.has_bias else 1
         )
-        mask = [True] * (3 if norm.has_bias else 2)
+        mask = [True] * 3
         g = torch.zeros(x.shape, device=x.device)
         return norm.op("_backward")(g, x, list(shape), *statistics, *parameters(w, b), eps, mask, **kw)
 

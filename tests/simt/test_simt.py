@@ -224,8 +224,9 @@ def backward(
 ) -> list[Tensor]:
     """The gradients of input, weight and (of LayerNorm) bias."""
     parameters = (w, b) if norm.has_bias else (w,)
-    eps, mask = kw.pop("eps", norm.eps), mask[: 1 + len(parameters)]
-    return list(norm.op("_backward")(g, x, [x.shape[-1]], *statistics, *parameters, eps, mask, **kw))
+    eps, mask = kw.pop("eps", norm.eps), (*mask[:2], mask[2:] == (True,) and norm.has_bias)
+    gradients = norm.op("_backward")(g, x, [x.shape[-1]], *statistics, *parameters, eps, mask, **kw)
+    return list(gradients[: 1 + len(parameters)])
 
 
 def everything(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fusednorm
-from fusednorm.monitor_report import NormReport
+from fusednorm.training import NormReport
 
 DIM, LAYERS, BATCH = 24, 3, 6
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusednorm
-from fusednorm import NormMonitor, monitor_statistics
+from fusednorm import NormMonitor
+from fusednorm.training import statistics as monitor_statistics
 from monitor_model import (
     BATCH,
     DIM,

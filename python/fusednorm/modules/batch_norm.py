@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusednorm._columns import (
+from fusednorm.modules.columns import (
     accumulation_type,
     all_reduce,
     check_count,
@@ -21,8 +21,8 @@ from fusednorm._columns import (
     real_sum,
     tame_padding,
 )
-from fusednorm._recomputation import recomputing
-from fusednorm.modules import _extra_repr
+from fusednorm.modules.rows import _extra_repr
+from fusednorm.torch_support.recomputation import recomputing
 
 __all__ = ["BatchNorm"]
 
@@ -119,6 +119,8 @@ class BatchNorm(nn.BatchNorm1d):
     Zero rows pass and leave the running averages alone. Under ``torch.utils.checkpoint`` a recomputation does
     not count twice (but a compiled module inside a checkpoint does, as torch's own).
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     # The defaults of a module that became ours by its class.
     sync: bool = False

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["SERIES", "ColumnStatistics", "Sample", "Watched", "features_of"]
+from fusednorm.training.norms import features_of, is_ours
+
+__all__ = ["SERIES", "ColumnStatistics", "Sample", "Watched", "features_of", "is_ours"]
 
 SERIES = (
     "step",
@@ -89,6 +91,11 @@ def _merged(first: ColumnStatistics | None, second: ColumnStatistics | None) -> 
     return both
 
 
+def _norm_of(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
+    return norm
+
+
 class Sample:
     """What a norm showed in one observed step, summed over the step's forward and backward passes."""
 
@@ -115,6 +122,13 @@ class Sample:
                 square, nonfinite = self.input_grad_square + square, self.nonfinite_grad + nonfinite
             self.input_grad_square, self.nonfinite_grad = square, nonfinite
 
+    def see_weight(self, weight: Tensor) -> None:
+        self.weight_norm = _norm_of(weight)
+
+    def see_weight_gradient(self, grad: Tensor) -> None:
+        with torch.no_grad(), _disable_current_modes():
+            self.weight_grad_norm = _norm_of(grad)
+
     def numbers(self) -> dict[str, float]:
         """The next entry of each of SERIES; NaN where there is no number. Waits for the device."""
 
@@ -131,27 +145,6 @@ class Sample:
             "nonfinite_input": 0 if columns is None else int(columns.nonfinite.sum()),
             "nonfinite_grad": 0 if self.nonfinite_grad is None else int(self.nonfinite_grad),
         }
-
-
-_FEATURES_LAST = (nn.LayerNorm, nn.RMSNorm)
-_FEATURES_SECOND = (nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
-
-
-def is_ours(cls: type) -> bool:
-    """Whether a class is one of this package's norms."""
-    return cls.__module__.partition(".")[0] == "fusednorm" and cls.__name__.endswith("Norm")
-
-
-def features_of(module: nn.Module) -> str | None:
-    """Whether a norm's features are the "last" dimensions or the "second" one; None where it is no norm."""
-    for cls in type(module).__mro__:  # the nearest known class decides: our BatchNorm has its features last
-        if is_ours(cls):
-            return "second" if cls.__name__ in ("GroupNorm", "InstanceNorm") else "last"
-        if cls in _FEATURES_LAST:
-            return "last"
-        if cls in _FEATURES_SECOND:
-            return "second"
-    return None
 
 
 class Watched:
@@ -176,6 +169,16 @@ class Watched:
         named = (getattr(self.module, name, None) for name in ("weight", "g"))
         return next((value for value in named if isinstance(value, Tensor)), None)
 
+    def hook_weight(self, hook: Any) -> None:
+        """Hangs ``hook`` on the weight's gradient, once."""
+        # Here and not at the start: parameters may be replaced, or made trainable, later.
+        weight = self.weight()
+        if weight is self.hooked_weight or weight is None or not (weight.requires_grad and weight.is_leaf):
+            return
+        self.unhook_weight()
+        self.hooked_weight = weight
+        self.weight_handle = weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
     def unhook_weight(self) -> None:
         if self.weight_handle is not None:
             self.weight_handle.remove()
@@ -197,6 +200,23 @@ class Watched:
         self.dims = x.shape[1]
         return x
 
+    def see(self, source: Tensor, recomputing: bool, args: Any, kwargs: Any, output: Any) -> None:
+        """Takes a forward pass, with the input ``source``, into the sample."""
+        assert self.sample is not None
+        sample, graph = self.sample, torch.is_grad_enabled()
+        if not recomputing and not graph:
+            sample.graph_follows = True  # reentrant checkpointing: with the recomputation
+        elif source.requires_grad and graph and (not recomputing or sample.graph_follows):
+            source.register_hook(sample.see_gradient)  # type: ignore[no-untyped-call]
+        if not recomputing and source.numel() > 0:
+            # Selective checkpointing replays what operators it sees: it must not see these.
+            with torch.no_grad(), _disable_current_modes():
+                x = output[1] if self.adds else source
+                sample.see_input(self.rows(x.detach()), _mask(x, args, kwargs))
+                weight = self.weight()
+                if weight is not None:
+                    sample.see_weight(weight)
+
     def close(self) -> None:
         """Adds the step observed last to those before it."""
         if self.sample is not None:
@@ -214,3 +234,11 @@ class Watched:
                 series[key].append(value)
             columns = _merged(columns, self.sample.columns)
         return columns, series
+
+
+def _mask(x: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+    """The rows that are real, for a norm that was given a padding mask."""
+    mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:-1]:
+        return mask.reshape(-1)
+    return None

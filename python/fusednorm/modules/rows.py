@@ -1,14 +1,4 @@
-"""The norms as modules: ``torch.nn``'s classes with another ``forward``.
-
-An existing module becomes one of ours by its class alone, and keeps parameters, hooks, flags and sharing::
-
-    for module in model.modules():
-        if type(module) is torch.nn.LayerNorm:
-            module.__class__ = fusednorm.LayerNorm
-
-They are subclasses, so what looks for ``nn.LayerNorm`` or ``nn.RMSNorm`` (optimizer groups, quantizers,
-``isinstance``) finds them, and a strict ``load_state_dict`` passes both ways.
-"""
+"""LayerNorm and RMSNorm: the norms over rows, on which others here are built."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fusednorm import functional
-from fusednorm._load import _C
+from fusednorm.torch_support.loading import _C
+from fusednorm.torch_support.options import LAYER_NORM, RMS_NORM, Options, module_of
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -39,19 +30,50 @@ _fast_layer_norm = _C.layer_norm
 _fast_rms_norm = _C.rms_norm
 
 
-def _check_input_scale(module: str, input_scale: float) -> None:
-    if not 0 < input_scale < float("inf"):
-        raise ValueError(f"fusednorm.{module}: input_scale: expected a positive number, got {input_scale}")
+class _RowNorm(nn.Module):
+    """What the norms over rows share: the options of their operators, and what else a module may be told."""
+
+    _options: Options
+    # The defaults of a module that became ours by its class; those of the options are set by module_of.
+    init_gain: float = 1.0
+    input_scale: float = 1.0
+
+    def _set_options(self, given: dict[str, Any], init_gain: float, input_scale: float) -> None:
+        if not 0 < input_scale < float("inf"):
+            raise ValueError(
+                f"fusednorm.{type(self).__name__}: input_scale: expected a positive number, got {input_scale}"
+            )
+        self._options.set(self, given)
+        self.init_gain = init_gain
+        self.input_scale = input_scale
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ``init_gain - weight_offset``, and a bias to 0."""
+        super().reset_parameters()  # type: ignore[misc]
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, self.init_gain - self.weight_offset)  # type: ignore[arg-type, operator]
+
+    def _divided(self, eps: float) -> float:
+        """eps, as the factor on the input changes it: outside the root it scales as the input does."""
+        scale: float = self.input_scale
+        return eps / (scale if getattr(self, "eps_outside", False) else scale**2)
+
+    def extra_repr(self) -> str:
+        """torch's, and the options that differ from their defaults."""
+        options = {name: (getattr(self, name), plain) for name, plain in self._options.defaults.items()}
+        options |= {"init_gain": (self.init_gain, 1.0), "input_scale": (self.input_scale, 1.0)}
+        return _extra_repr(super().extra_repr(), **options)
 
 
-class LayerNorm(nn.LayerNorm):
+@module_of(LAYER_NORM)
+class LayerNorm(_RowNorm, nn.LayerNorm):
     r"""``nn.LayerNorm`` on the fused kernels (Ba, Kiros and Hinton 2016).
 
     .. math:: y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} \cdot w + b
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as in ``nn.LayerNorm``.
-        weight_offset, eps_outside, unbiased: see :func:`fusednorm.functional.layer_norm`.
+        options: those of :func:`fusednorm.functional.layer_norm`.
         init_gain: what the gain ``weight_offset + weight`` starts at (0.1 calms early training).
         input_scale: a factor c on the input. ``Norm(c x; eps) = Norm(x; eps / c**2)`` (``eps / c`` with
             eps_outside), so it changes eps and costs nothing.
@@ -60,12 +82,9 @@ class LayerNorm(nn.LayerNorm):
         input ``[*, *normalized_shape]``, output the same.
     """
 
-    # The defaults of a module that became ours by its class.
-    weight_offset: float = 0.0
-    eps_outside: bool = False
-    unbiased: bool = False
-    init_gain: float = 1.0
-    input_scale: float = 1.0
+    __module__ = "fusednorm"  # what pickles call it
+
+    _options = LAYER_NORM
 
     def __init__(
         self,
@@ -76,31 +95,18 @@ class LayerNorm(nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        weight_offset: float = 0.0,
-        eps_outside: bool = False,
-        unbiased: bool = False,
         init_gain: float = 1.0,
         input_scale: float = 1.0,
+        **options: Any,
     ) -> None:
-        _check_input_scale("LayerNorm", input_scale)
-        self.weight_offset = weight_offset
-        self.eps_outside = eps_outside
-        self.unbiased = unbiased
-        self.init_gain = init_gain
-        self.input_scale = input_scale
+        self._set_options(options, init_gain, input_scale)
         shape: Any = normalized_shape  # torch's own annotation differs between versions
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
-
-    def reset_parameters(self) -> None:
-        """Sets the weight to ``init_gain - weight_offset`` and the bias to 0."""
-        super().reset_parameters()
-        if self.elementwise_affine:
-            nn.init.constant_(self.weight, self.init_gain - self.weight_offset)
 
     def _scaled_eps(self) -> float:
         if self.input_scale == 1.0:
             return self.eps
-        return self.eps / (self.input_scale if self.eps_outside else self.input_scale**2)
+        return self._divided(self.eps)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes ``input`` of shape ``[*, *normalized_shape]``."""
@@ -117,9 +123,7 @@ class LayerNorm(nn.LayerNorm):
                 weight,
                 bias,
                 eps,
-                self.weight_offset,
-                self.eps_outside,
-                self.unbiased,
+                *LAYER_NORM.values_of(self),
             )
             if output is not None:
                 return output  # type: ignore[no-any-return]
@@ -129,32 +133,21 @@ class LayerNorm(nn.LayerNorm):
             self.weight,
             self.bias,
             eps,
-            weight_offset=self.weight_offset,
-            eps_outside=self.eps_outside,
-            unbiased=self.unbiased,
-        )
-
-    def extra_repr(self) -> str:
-        """torch's, and the options that differ from their defaults."""
-        return _extra_repr(
-            super().extra_repr(),
-            weight_offset=(self.weight_offset, 0.0),
-            eps_outside=(self.eps_outside, False),
-            unbiased=(self.unbiased, False),
-            init_gain=(self.init_gain, 1.0),
-            input_scale=(self.input_scale, 1.0),
+            **LAYER_NORM.of(self),
         )
 
 
-class RMSNorm(nn.RMSNorm):
+@module_of(RMS_NORM)
+class RMSNorm(_RowNorm, nn.RMSNorm):
     r"""``nn.RMSNorm`` on the fused kernels (Zhang and Sennrich 2019).
 
-    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot w
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \cdot w + b
 
     Args:
         normalized_shape, eps, elementwise_affine, device, dtype: as in ``nn.RMSNorm``. ``eps=None`` is the
             machine epsilon of the accumulation type.
-        weight_offset, casting_mode: see :func:`fusednorm.functional.rms_norm`.
+        bias: whether there is a learnable bias, which starts at 0.
+        options: those of :func:`fusednorm.functional.rms_norm`.
         init_gain: what the gain ``weight_offset + weight`` starts at.
         input_scale: a factor c on the input, as an eps of ``eps / c**2``; see :class:`LayerNorm`.
 
@@ -162,11 +155,9 @@ class RMSNorm(nn.RMSNorm):
         input ``[*, *normalized_shape]``, output the same.
     """
 
-    # The defaults of a module that became ours by its class.
-    weight_offset: float = 0.0
-    casting_mode: str = "default"
-    init_gain: float = 1.0
-    input_scale: float = 1.0
+    __module__ = "fusednorm"  # what pickles call it
+
+    _options = RMS_NORM
 
     def __init__(
         self,
@@ -176,45 +167,45 @@ class RMSNorm(nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        weight_offset: float = 0.0,
-        casting_mode: str = "default",
+        bias: bool = False,
         init_gain: float = 1.0,
         input_scale: float = 1.0,
+        **options: Any,
     ) -> None:
-        _check_input_scale("RMSNorm", input_scale)
-        if casting_mode not in ("default", "llama"):
-            raise ValueError(
-                f'fusednorm.RMSNorm: casting_mode: expected "default" or "llama", got {casting_mode!r}'
-            )
-        self.weight_offset = weight_offset
-        self.casting_mode = casting_mode
-        self.init_gain = init_gain
-        self.input_scale = input_scale
+        self._set_options(options, init_gain, input_scale)
         shape: Any = normalized_shape  # torch's own annotation differs between versions
         super().__init__(shape, eps, elementwise_affine, device, dtype)
+        made = nn.Parameter(torch.zeros(self.normalized_shape, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", made)
 
     def reset_parameters(self) -> None:
-        """Sets the weight to ``init_gain - weight_offset``."""
+        """Sets the weight to ``init_gain - weight_offset``, and a bias to 0."""
         super().reset_parameters()
-        if self.elementwise_affine:
-            nn.init.constant_(self.weight, self.init_gain - self.weight_offset)
+        bias = self._bias()
+        if bias is not None:
+            nn.init.zeros_(bias)
+
+    def _bias(self) -> Tensor | None:
+        """None also in a module that became ours by its class: ``nn.RMSNorm`` has no such attribute."""
+        return getattr(self, "bias", None)
 
     def _scaled_eps(self, rows: Tensor) -> float | None:
         if self.input_scale == 1.0:
             return self.eps
         eps = _MACHINE_EPSILON.get(rows.dtype, 2.0**-23) if self.eps is None else self.eps
-        return eps / self.input_scale**2
+        return self._divided(eps)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes ``input`` of shape ``[*, *normalized_shape]``."""
         eps = self.eps if self.input_scale == 1.0 else self._scaled_eps(input)
         if not _is_compiling():
+            parameters = self._parameters
             try:
-                weight = self._parameters["weight"]
+                weight, bias = parameters["weight"], parameters["bias"]
             except KeyError:
-                weight = self.weight
+                weight, bias = self.weight, self._bias()
             output = _fast_rms_norm(
-                input, self.normalized_shape, weight, eps, self.weight_offset, self.casting_mode
+                input, self.normalized_shape, weight, eps, bias, *RMS_NORM.values_of(self)
             )
             if output is not None:
                 return output  # type: ignore[no-any-return]
@@ -223,16 +214,10 @@ class RMSNorm(nn.RMSNorm):
             self.normalized_shape,
             self.weight,
             eps,
-            weight_offset=self.weight_offset,
-            casting_mode=self.casting_mode,
+            bias=self._bias(),
+            **RMS_NORM.of(self),
         )
 
     def extra_repr(self) -> str:
         """torch's, and the options that differ from their defaults."""
-        return _extra_repr(
-            super().extra_repr(),
-            weight_offset=(self.weight_offset, 0.0),
-            casting_mode=(self.casting_mode, "default"),
-            init_gain=(self.init_gain, 1.0),
-            input_scale=(self.input_scale, 1.0),
-        )
+        return super().extra_repr() + ("" if self._bias() is None else ", bias=True")

@@ -22,6 +22,8 @@ class GroupNorm(nn.GroupNorm):
         input ``[N, num_channels, *]``, output the same, in the input's memory format.
     """
 
+    __module__ = "fusednorm"  # what pickles call it
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes ``input`` of shape ``[N, num_channels, *]``."""
         return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
@@ -51,6 +53,8 @@ class InstanceNorm(_InstanceNorm):
     Raises:
         ValueError: ``track_running_stats=True``, a wrong number of dimensions or channels, a single position.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     spatial_dims: int | None = None  # of a module that became ours by its class
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_ROOT = Path(__file__).resolve().parent
+_ROOT = Path(__file__).resolve().parent.parent
 
 library_path: str = str(_ROOT / "lib" / "libfusednorm.so")
 """The operators' shared library: what a C++ program links or loads."""

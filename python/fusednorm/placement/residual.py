@@ -1,147 +1,18 @@
-"""Where a norm stands around a sublayer and its residual: before, after, both, or after a scaled residual."""
+"""``Residual``: a sublayer, its norm and the residual stream around them."""
 
 import copy
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusednorm import functional
-from fusednorm.modules import LayerNorm, RMSNorm
+from fusednorm.placement.constants import deepnorm_constants
+from fusednorm.placement.fusion import add_branch, add_norm
 
-__all__ = ["DeepNormConstants", "Residual", "deepnorm_constants"]
+__all__ = ["Residual"]
 
 _PLACEMENTS = ("pre", "post", "deep", "sandwich")
-_has_any_global_hook: Callable[[], bool] = nn.modules.module._has_any_global_hook
-
-
-class DeepNormConstants(NamedTuple):
-    """``alpha`` scales the residual stream, ``beta`` is the gain of the initialisation."""
-
-    alpha: float
-    beta: float
-
-
-def deepnorm_constants(
-    layers: int | None = None,
-    *,
-    encoder_layers: int | None = None,
-    decoder_layers: int | None = None,
-    part: str | None = None,
-) -> DeepNormConstants:
-    """DeepNorm's constants by depth (Wang et al. 2022, table 1).
-
-    A layer is a Transformer layer: its attention and its feed-forward, two :class:`Residual`, count as one.
-
-    Args:
-        layers: the depth L of an encoder-only or decoder-only model: alpha ``(2 L)**(1/4)``,
-            beta ``(8 L)**(-1/4)``.
-        encoder_layers, decoder_layers: the depths N and M of a model with both, and
-        part: which of the two. "encoder": alpha ``0.81 (N**4 M)**(1/16)``, beta
-            ``0.87 (N**4 M)**(-1/16)``; "decoder": alpha ``(3 M)**(1/4)``, beta ``(12 M)**(-1/4)``.
-
-    Raises:
-        ValueError: neither ``layers`` nor both of the others, or all; a depth below 1; another part.
-    """
-    both = {"encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
-    given = {name: depth for name, depth in {"layers": layers, **both}.items() if depth is not None}
-    if list(given) not in (["layers"], list(both)):
-        raise ValueError(
-            "fusednorm: DeepNorm: expected layers, or encoder_layers and decoder_layers, "
-            f"got {', '.join(given) or 'neither'}"
-        )
-    for name, depth in given.items():
-        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
-            raise ValueError(f"fusednorm: DeepNorm: {name}: expected an integer of 1 or more, got {depth!r}")
-    parts = ("encoder", "decoder") if layers is None else (None,)
-    if part not in parts:
-        expected = '"encoder" or "decoder"' if layers is None else "none beside layers"
-        raise ValueError(f"fusednorm: DeepNorm: part: expected {expected}, got {part!r}")
-    if layers is not None:
-        return DeepNormConstants((2 * layers) ** 0.25, (8 * layers) ** -0.25)
-    encoder, decoder = given["encoder_layers"], given["decoder_layers"]
-    if part == "decoder":
-        return DeepNormConstants((3 * decoder) ** 0.25, (12 * decoder) ** -0.25)
-    depth = (encoder**4 * decoder) ** 0.0625
-    return DeepNormConstants(0.81 * depth, 0.87 / depth)
-
-
-def is_called_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of ``module`` runs ``kind.forward`` and nothing else.
-
-    Fusion passes the call over; if another forward, a hook or ``module.compile()`` hangs on it, it may not.
-    """
-    return getattr(module.forward, "__func__", None) is kind.forward and not (
-        module._compiled_call_impl
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _has_any_global_hook()
-    )
-
-
-def add_branch(branch: Tensor | None, stream: Tensor, alpha: float = 1.0) -> Tensor:
-    """``alpha * stream + branch``, in the stream's dtype."""
-    return stream if branch is None else torch.add(branch, stream, alpha=alpha).to(stream.dtype)
-
-
-_ROUNDED_ONCE = {
-    (torch.float32, torch.bfloat16),
-    (torch.float32, torch.float16),
-    (torch.float64, torch.float32),
-}
-
-
-def _rounds_as_two_steps(norm: nn.Module, stream: torch.dtype, output: torch.dtype) -> bool:
-    """Whether the operator, which rounds once to ``output``, gives what ``norm(s).to(output)`` does.
-
-    It does for one dtype, and for an output that torch rounds once from the stream's accumulation type (fp64
-    it takes to 16 bits by way of fp32); but the llama mode rounds x_hat too, there to the output's dtype and
-    here to the stream's.
-    """
-    if output == stream:
-        return True
-    once = (stream, output) in _ROUNDED_ONCE
-    return once and getattr(norm, "casting_mode", "default") == "default"
-
-
-def add_norm(
-    norm: nn.Module, branch: Tensor | None, stream: Tensor, alpha: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """``(norm(s) in dtype, s)`` with ``s = alpha * stream + branch``: one operator for our norms, else two.
-
-    The operator's output has the branch's dtype, so where another is wanted it takes two as well.
-    """
-    if branch is not None and branch.dtype == dtype and _rounds_as_two_steps(norm, stream.dtype, dtype):
-        if isinstance(norm, LayerNorm) and is_called_as(norm, LayerNorm):
-            return functional.add_layer_norm(
-                branch,
-                stream,
-                norm.normalized_shape,
-                norm.weight,
-                norm.bias,
-                norm._scaled_eps(),
-                alpha=alpha,
-                weight_offset=norm.weight_offset,
-                eps_outside=norm.eps_outside,
-                unbiased=norm.unbiased,
-            )
-        if isinstance(norm, RMSNorm) and is_called_as(norm, RMSNorm):
-            return functional.add_rms_norm(
-                branch,
-                stream,
-                norm.normalized_shape,
-                norm.weight,
-                norm._scaled_eps(stream),
-                alpha=alpha,
-                weight_offset=norm.weight_offset,
-                casting_mode=norm.casting_mode,
-            )
-    stream = add_branch(branch, stream, alpha)
-    return norm(stream).to(dtype), stream
 
 
 class Residual(nn.Module):
@@ -176,6 +47,8 @@ class Residual(nn.Module):
         ValueError, TypeError: at construction, a placement, alpha or norm that does not fit.
         RuntimeError: a sublayer that returns something else than a tensor of its input's shape.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Watches what goes into a model's norms while it trains: statistics by dimension, gradients by depth.
 
-Here are the hooks; ``monitor_statistics.py`` has what they feed, ``monitor_report.py`` what is read from it.
+Here are the hooks; ``statistics.py`` has what they feed, ``report.py`` what is read from it.
 """
 
 import math
@@ -11,41 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from fusednorm import monitor_report
-from fusednorm.monitor_report import NormReport
-from fusednorm.monitor_statistics import Sample, Watched, features_of
+from fusednorm.torch_support.recomputation import recomputing
+from fusednorm.training import hooks
+from fusednorm.training import report as reports
+from fusednorm.training.norms import find_norms
+from fusednorm.training.report import NormReport
+from fusednorm.training.statistics import Sample, Watched
 
 __all__ = ["NormMonitor"]
 
 
-def _in_backward() -> bool:
-    """Whether this thread is in a backward pass: a forward in there repeats an earlier one."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _norm_of(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
-    return norm
-
-
-class _Hook:
-    """Calls a method of the monitor. In a copy or a pickle of the model it does nothing."""
-
-    def __init__(self, method: Any, *arguments: Any) -> None:
-        self.method, self.arguments = method, arguments
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *arguments: Any) -> None:
-        self.method(*self.arguments, *arguments)
-
-    def __reduce__(self) -> Any:
-        return _Hook, (_ignore,)
-
-
-def _ignore(*_: Any) -> None:
-    pass
+_Hook, _ignore = hooks.Hook, hooks.ignore  # what 0.1.0's pickles call them
 
 
 class NormMonitor:
@@ -105,6 +82,8 @@ class NormMonitor:
         RuntimeError: in training, where a module's input changes its number of features.
     """
 
+    __module__ = "fusednorm"  # what pickles call it
+
     def __init__(
         self,
         model: nn.Module,
@@ -125,7 +104,10 @@ class NormMonitor:
             raise _error(TypeError, "writer", "an object with add_scalar", type(writer).__name__)
         self.model, self.every, self.outlier_ratio = model, every, outlier_ratio
         self._manual, self._writer = manual_steps, writer
-        self._watched = self._find(tuple(also))
+        self._watched = [Watched(*found) for found in find_norms(model, tuple(also))]
+        if not self._watched:
+            expected = "a model with a norm of torch.nn or fusednorm (name others' classes in also)"
+            raise _error(ValueError, "model", expected, f"{type(model).__name__} without one")
         self._step = 0 if manual_steps else -1
         self._observing = manual_steps
         self._inside = False  # a training forward of the model
@@ -149,21 +131,6 @@ class NormMonitor:
         for handle in self._norm_handles:
             handle.remove()
         self._norm_handles = []
-
-    def _find(self, also: tuple[type[nn.Module], ...]) -> list[Watched]:
-        found: list[Watched] = []
-        inside: list[str] = []  # prefixes of names within a norm
-        for name, module in self.model.named_modules():
-            features = features_of(module)
-            if features is not None and not name.startswith(tuple(inside)):
-                found.append(Watched(name, module, features))
-                inside.append(f"{name}." if name else "")
-            elif features is None and isinstance(module, also):
-                found.append(Watched(name, module, "last"))
-        if not found:
-            expected = "a model with a norm of torch.nn or fusednorm (name others' classes in also)"
-            raise _error(ValueError, "model", expected, f"{type(self.model).__name__} without one")
-        return found
 
     @property
     def steps(self) -> int:
@@ -189,11 +156,11 @@ class NormMonitor:
         # Not as the step ends: the backward pass may come after the next step's forward pass.
         for watched in self._watched:
             if self._writer is not None and watched.sample is not None:
-                monitor_report.write_scalars(self._writer, watched.name, watched.sample, self.outlier_ratio)
+                reports.write_scalars(self._writer, watched.name, watched.sample, self.outlier_ratio)
             watched.close()
 
     def _enter(self, *_: Any) -> None:
-        if not _in_backward():
+        if not recomputing():
             self._inside = (
                 self.model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
             )
@@ -204,50 +171,27 @@ class NormMonitor:
         self._inside = False
 
     def _see(self, watched: Watched, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        recomputing = _in_backward()
-        if not (self._observing and (self._inside or recomputing)):
+        again = recomputing()
+        if not (self._observing and (self._inside or again)):
             return
         source = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(source, Tensor) or source.is_nested or not source.is_floating_point():
             return
         if watched.sample is None:
-            if recomputing:
+            if again:
                 return
             watched.sample = Sample(self._step)
             if watched.depth is None:
                 watched.depth = sum(w.depth is not None for w in self._watched)
-        self._hook_weight(watched)
-        sample, graph = watched.sample, torch.is_grad_enabled()
-        if not recomputing and not graph:
-            sample.graph_follows = True  # reentrant checkpointing: with the recomputation
-        elif source.requires_grad and graph and (not recomputing or sample.graph_follows):
-            source.register_hook(sample.see_gradient)  # type: ignore[no-untyped-call]
-        if not recomputing and source.numel() > 0:
-            # Selective checkpointing replays what operators it sees: it must not see these.
-            with torch.no_grad(), _disable_current_modes():
-                x = output[1] if watched.adds else source
-                sample.see_input(watched.rows(x.detach()), _mask(x, args, kwargs))
-                weight = watched.weight()
-                if weight is not None:
-                    sample.weight_norm = _norm_of(weight)
-
-    def _hook_weight(self, watched: Watched) -> None:
-        # Here and not at the start: parameters may be replaced, or made trainable, later.
-        weight = watched.weight()
-        if weight is watched.hooked_weight or weight is None or not (weight.requires_grad and weight.is_leaf):
-            return
-        watched.unhook_weight()
-        hook = _Hook(self._see_weight_gradient, watched)
-        watched.hooked_weight = weight
-        watched.weight_handle = weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        watched.hook_weight(_Hook(self._see_weight_gradient, watched))
+        watched.see(source, again, args, kwargs, output)
 
     def _see_weight_gradient(self, watched: Watched, weight: Tensor) -> None:
         sample = watched.sample
         if sample is None or weight.grad is None:  # an optimizer inside backward may have taken it
             return
         if self._observing or sample.weight_grad_norm is None:
-            with torch.no_grad(), _disable_current_modes():
-                sample.weight_grad_norm = _norm_of(weight.grad)
+            sample.see_weight_gradient(weight.grad)
 
     def report(self) -> list[NormReport]:
         """What was seen of each norm, in the order of the forward pass; norms that never ran come last."""
@@ -259,7 +203,7 @@ class NormMonitor:
 
     def table(self) -> str:
         """The report as aligned text: a line for each norm, then outlier dimensions and non-finite values."""
-        return monitor_report.table(self.report(), self.steps, self.every)
+        return reports.table(self.report(), self.steps, self.every)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draws deviations by layer and dimension, and gradient norms by depth, into an image file.
@@ -268,11 +212,11 @@ class NormMonitor:
             ImportError: matplotlib is not installed.
             RuntimeError: nothing was observed yet.
         """
-        monitor_report.plot(self.report(), path)
+        reports.plot(self.report(), path)
 
     def to_json(self, path: str | PathLike[str]) -> None:
         """Writes the whole report as JSON; NaN and infinity, which JSON lacks, as null."""
-        monitor_report.to_json(self.report(), self.steps, self.every, path)
+        reports.to_json(self.report(), self.steps, self.every, path)
 
     def remove(self) -> None:
         """Takes the hooks off the model; what was seen can still be read. Further calls do nothing."""
@@ -295,14 +239,6 @@ class NormMonitor:
         traceback: TracebackType | None,
     ) -> None:
         self.remove()
-
-
-def _mask(x: Tensor, args: Any, kwargs: Any) -> Tensor | None:
-    """The rows that are real, for a norm that was given a padding mask."""
-    mask = kwargs.get("mask", args[1] if len(args) > 1 else None)
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == x.shape[:-1]:
-        return mask.reshape(-1)
-    return None
 
 
 def _error(kind: type[Exception], argument: str, expected: str, given: str) -> Exception:

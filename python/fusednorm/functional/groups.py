@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from fusednorm._load import _C
-from fusednorm._subclasses import prepare_for_subclass, refuse_nested
+from fusednorm.torch_support.loading import _C
+from fusednorm.torch_support.subclasses import prepare_for_subclass, refuse_nested
 
 __all__ = ["group_norm", "instance_norm"]
 

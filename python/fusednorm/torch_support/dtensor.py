@@ -15,14 +15,14 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from fusednorm.torch_support.loading import _C
+
 __all__ = ["register"]
 
 
-# The arguments that are tensors, by what happens to them. The rest are numbers and shapes.
-_ROWS = {
-    "input", "residual", "residual_out", "mean", "rstd", "grad_output", "grad_residual_out",
-}  # fmt: skip
-_PARAMETERS = {"weight", "bias"}
+# The arguments that are tensors, by what happens to them, as C++ declares them; the rest are numbers, shapes.
+_ROWS = {name for name, shape in _C.tensor_arguments.items() if shape != "parameter"}
+_PARAMETERS = set(_C.tensor_arguments) - _ROWS
 
 
 def _rule_of(op: Any) -> Any:

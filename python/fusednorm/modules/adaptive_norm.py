@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusednorm._columns import accumulation_type
-from fusednorm.column_norms import BatchNorm
-from fusednorm.power_norm import PowerNorm
+from fusednorm.modules.batch_norm import BatchNorm
+from fusednorm.modules.columns import accumulation_type
+from fusednorm.modules.power_norm import PowerNorm
 
 __all__ = ["AdaptiveNorm"]
 
@@ -37,6 +37,8 @@ class AdaptiveNorm(nn.Module):
         ValueError: a strength out of range; with affine, a norm whose features are not known, or whose
             ``weight_offset`` or ``casting_mode`` ties its weight to its own formula.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     theta: nn.Parameter
     fixed_strength: Tensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import functional
-from fusednorm.modules import LayerNorm, RMSNorm
+from fusednorm.modules.rows import LayerNorm, RMSNorm
 
 __all__ = ["AddLayerNorm", "AddRMSNorm"]
 
@@ -42,6 +42,8 @@ class AddLayerNorm(LayerNorm):
         input and residual ``[*, *normalized_shape]``; returns ``(output, residual_out)`` of that shape, the
         first of the input's dtype, the second of the residual's.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     alpha: float = 1.0  # of a module that became ours by its class
 
@@ -71,9 +73,7 @@ class AddLayerNorm(LayerNorm):
             self.bias,
             self._scaled_eps(),
             alpha=self.alpha,
-            weight_offset=self.weight_offset,
-            eps_outside=self.eps_outside,
-            unbiased=self.unbiased,
+            **self._options.of(self),
         )
 
     def extra_repr(self) -> str:
@@ -96,6 +96,8 @@ class AddRMSNorm(RMSNorm):
         input and residual ``[*, *normalized_shape]``; returns ``(output, residual_out)`` of that shape, the
         first of the input's dtype, the second of the residual's.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     alpha: float = 1.0  # of a module that became ours by its class
 
@@ -123,8 +125,8 @@ class AddRMSNorm(RMSNorm):
             self.weight,
             self._scaled_eps(residual),
             alpha=self.alpha,
-            weight_offset=self.weight_offset,
-            casting_mode=self.casting_mode,
+            bias=self._bias(),
+            **self._options.of(self),
         )
 
     def extra_repr(self) -> str:

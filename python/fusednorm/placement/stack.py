@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusednorm.placement import Residual, add_branch, add_norm, is_called_as
+from fusednorm.placement.fusion import add_branch, add_norm, is_called_as
+from fusednorm.placement.residual import Residual
 
 __all__ = ["ResidualStack"]
 
@@ -34,6 +35,8 @@ class ResidualStack(nn.Module):
     Raises:
         ValueError, TypeError: at construction, no blocks, or one that is no :class:`Residual`.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     def __init__(self, residuals: Iterable[Residual], final_norm: nn.Module | None = None) -> None:
         super().__init__()

@@ -34,6 +34,8 @@ class ScaleNorm(nn.Module):
         RuntimeError: an input of the wrong shape, dtype, device or layout.
     """
 
+    __module__ = "fusednorm"  # what pickles call it
+
     def __init__(
         self,
         dim: int,

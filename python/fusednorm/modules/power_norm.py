@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fusednorm import functional
-from fusednorm._columns import (
+from fusednorm.modules.columns import (
     accumulation_type,
     check_count,
     check_eps,
@@ -16,7 +16,7 @@ from fusednorm._columns import (
     row_count,
     tame_padding,
 )
-from fusednorm._recomputation import Run, Runs, recomputing
+from fusednorm.torch_support.recomputation import Run, Runs, recomputing
 
 __all__ = ["PowerNorm"]
 
@@ -120,6 +120,8 @@ class PowerNorm(nn.Module):
             padding only in training (to see that, a call with a mask waits for a GPU).
         RuntimeError: a backward with ``create_graph=True``: second derivatives are refused.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None

@@ -15,6 +15,6 @@ def prepare_for_subclass(op: str, input: Tensor) -> None:
     """DTensor learns our operators when it first arrives; jagged tensors, which could not, are refused."""
     refuse_nested(op, input)
     if "torch.distributed.tensor" in sys.modules:
-        from fusednorm import distributed
+        from fusednorm.torch_support import dtensor
 
-        distributed.register()
+        dtensor.register()

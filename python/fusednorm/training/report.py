@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.monitor_statistics import ColumnStatistics, Sample
+from fusednorm.training.statistics import ColumnStatistics, Sample
 
 __all__ = ["NormReport", "Outlier", "plot", "table", "to_json", "write_scalars"]
 
@@ -22,6 +22,8 @@ _LISTED = 8  # outlier dimensions that the table names of a norm
 @dataclass(frozen=True)
 class Outlier:
     """A dimension whose deviation is far from the others'; ``ratio`` is to the median of all dimensions."""
+
+    __module__ = "fusednorm.training"  # what pickles call it
 
     dim: int
     std: float
@@ -38,6 +40,8 @@ class NormReport:
     observed step: the ``step``, the ``largest`` magnitude, ``weight_norm``, ``weight_grad_norm``,
     ``input_grad_norm`` (NaN where there was none), ``nonfinite_input``, ``nonfinite_grad``.
     """
+
+    __module__ = "fusednorm.training"  # what pickles call it
 
     name: str
     kind: str

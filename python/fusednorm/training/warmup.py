@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fusednorm.training.norms import is_ours
+
 __all__ = ["NormWarmup"]
 
 _TORCH_NORMS = (
@@ -26,10 +28,7 @@ _TORCH_NORMS = (
 
 def _is_norm(module: nn.Module) -> bool:
     """torch's norms, and those of this package that have an eps (AdaptiveNorm has a norm inside)."""
-    ours = any(
-        kind.__module__.startswith("fusednorm.") and kind.__name__.endswith("Norm")
-        for kind in type(module).__mro__
-    )
+    ours = any(is_ours(kind) for kind in type(module).__mro__)
     return isinstance(module, _TORCH_NORMS) or (ours and hasattr(module, "eps"))
 
 
@@ -121,6 +120,8 @@ class NormWarmup:
     Raises:
         ValueError: no norm in the model, one that another warm-up still holds, or a value that does not fit.
     """
+
+    __module__ = "fusednorm"  # what pickles call it
 
     def __init__(
         self, model: nn.Module, steps: int = 1000, mode: str = "lambda", *, start_eps: float | None = None

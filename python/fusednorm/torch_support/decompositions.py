@@ -55,19 +55,29 @@ def _rms_norm(
     normalized_shape: Any,
     weight: Tensor | None = None,
     eps: float | None = None,
+    bias: Tensor | None = None,
     weight_offset: float = 0.0,
     casting_mode: str = "default",
+    eps_outside: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     out_dtype = out_dtype or input.dtype
-    x, gain = _wide(input, input), _wide(input, weight, weight_offset)
+    x, gain, shift = _wide(input, input), _wide(input, weight, weight_offset), _wide(input, bias)
     assert x is not None
     if eps is None:  # torch before 2.15 took the input's own epsilon
         eps = 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
-    if casting_mode == "default":
-        return F.rms_norm(x, normalized_shape, gain, eps).to(out_dtype)
-    x_hat = F.rms_norm(x, normalized_shape, None, eps).to(input.dtype)  # "llama" rounds here, too
-    return (x_hat if gain is None else x_hat * gain).to(out_dtype)
+    if casting_mode == "default" and not eps_outside:
+        y = F.rms_norm(x, normalized_shape, gain, eps)
+        return (y if shift is None else y + shift).to(out_dtype)
+    if eps_outside:
+        square = x.square().mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
+        x_hat = x / (square.sqrt() + eps)
+    else:
+        x_hat = F.rms_norm(x, normalized_shape, None, eps)
+    if casting_mode == "llama":
+        x_hat = x_hat.to(input.dtype)  # rounds here, too
+    y = x_hat if gain is None else x_hat * gain
+    return (y if shift is None else y + shift).to(out_dtype)
 
 
 def _scale_rows(

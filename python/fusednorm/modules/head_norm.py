@@ -43,6 +43,8 @@ class HeadNorm(nn.Module):
         ValueError: a wrong option; an input without H heads of D elements where they should be.
     """
 
+    __module__ = "fusednorm"  # what pickles call it
+
     def __init__(
         self,
         num_heads: int,

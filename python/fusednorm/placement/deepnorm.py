@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from fusednorm.placement import DeepNormConstants, Residual, deepnorm_constants
+from fusednorm.placement.constants import DeepNormConstants, deepnorm_constants
+from fusednorm.placement.residual import Residual
 
 __all__ = ["deepnorm_init"]
 

@@ -1,0 +1,1 @@
+"""What torch wants beside operators: the library loaded, DTensor rules, decompositions, recomputation."""
