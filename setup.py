@@ -37,8 +37,8 @@ class SourceArchive(sdist):
     """An archive of every source: what builds, what tests, what measures."""
 
     def make_distribution(self) -> None:
-        self.filelist.extend(["CMakeLists.txt", "Makefile", ".clang-format"])
-        for folder in ("csrc", "python/fusednorm", "tests", "benchmarks"):
+        self.filelist.extend(["CMakeLists.txt", "Makefile", ".clang-format", "CHANGELOG.md"])
+        for folder in ("csrc", "python", "tests", "benchmarks"):
             for path in (ROOT / folder).rglob("*"):
                 if path.is_file() and "__pycache__" not in path.parts:
                     self.filelist.append(str(path.relative_to(ROOT)))

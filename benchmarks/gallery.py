@@ -6,7 +6,7 @@ fusednorm.NormMonitor, at its norms and along the residual stream. Three groups:
 placements of one norm, and ways to begin under a learning rate that is hard on them. Beside that, what people
 say of norms and depth, and of BatchNorm and padding, as far as it costs little to measure.
 
-Prints a table and what was seen; writes gallery.png, gallery.json and gallery.txt, and for the LayerNorm
+Prints a table and what was seen; writes gallery_*.png, gallery.json and gallery.txt, and for the LayerNorm
 model all that the monitor has to say: monitor.png, monitor.txt. Under ten minutes on two cores.
 """
 
@@ -185,13 +185,14 @@ def main() -> None:
         if entry.example is not None:
             entry.example.plot(args.out / "monitor.png")
             (args.out / "monitor.txt").write_text(entry.example.table() + "\n", encoding="utf-8")
-    gallery_report.plot(results, args.out / "gallery.png")
+    pictures = gallery_report.plot(results, args.out)
     (args.out / "gallery.json").write_text(
         json.dumps(finite(results), indent=1, allow_nan=False) + "\n", encoding="utf-8"
     )
     summary = gallery_report.summary(results)
     (args.out / "gallery.txt").write_text(summary + "\n", encoding="utf-8")
-    print(f"\n{summary}\n\n{results['seconds']:.0f} s; wrote gallery.png, .json and .txt to {args.out}")
+    written = ", ".join(["gallery.json", "gallery.txt", *pictures])
+    print(f"\n{summary}\n\n{results['seconds']:.0f} s; wrote {written} to {args.out}")
 
 
 def finite(value: Any) -> Any:

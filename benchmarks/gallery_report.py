@@ -11,8 +11,9 @@ import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend th
 
 import machine  # noqa: E402
 from gallery_claims import FAR, INITIALISATIONS  # noqa: E402
-from gallery_variants import GROUPS, NORMS, PLACEMENTS, STARTS  # noqa: E402
+from gallery_variants import GROUPS, STARTS  # noqa: E402
 
+WIDTH, DPI = 11.0, 100  # inches
 SMOOTH = 8  # steps of the curves' running mean
 
 
@@ -143,28 +144,41 @@ def draw_stacks(axis: Any, found: list[dict[str, Any]]) -> None:
     axis.legend(title=f"solid: {INITIALISATIONS[0]}, dashed: {INITIALISATIONS[1]} init", fontsize=8)
 
 
-def plot(results: dict[str, Any], file: Path) -> None:
-    """Loss curves of each group; below, gradient norms by depth of two of them and of deep stacks."""
-    figure, axes = plt.subplots(2, 3, figsize=(19, 12), layout="constrained")
-    grouped = {group: [run for run in results["runs"] if group in run["groups"]] for group in GROUPS}
-    for axis, (group, members) in zip(axes[0], grouped.items(), strict=True):
-        draw_losses(axis, members, raw=group == STARTS)
-        axis.set_title(f"Training loss: {GROUPS[group]}")
-    finite = [loss for run in results["runs"] for loss in run["losses"] if math.isfinite(loss)]
-    first = max(run["losses"][0] for run in results["runs"])
-    for axis in axes[0]:  # a run that blows up would flatten the others
-        axis.set_ylim(0.95 * min(finite), 1.25 * first)
-    for axis, group in zip(axes[1], (NORMS, PLACEMENTS), strict=False):
-        draw_gradients(axis, grouped[group])
-        axis.set_title(f"Gradient by depth: {GROUPS[group]}\ndashed: before training, solid: at the end")
-    draw_stacks(axes[1, 2], results["claims"]["deep_gradients"])
-    axes[1, 2].set_title("Gradient by depth: stacks of feed-forward layers F,\nbefore training")
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
+def save(figure: Any, results: dict[str, Any], title: str, file: Path) -> None:
+    """1,100 pixels wide, with what was trained and where in its title."""
     about, settings = results["machine"], results["settings"]
     figure.suptitle(
-        f"A character GPT of {settings['layers']} layers of {settings['width']} with different norms; "
-        f"{settings['steps']} steps on the same batches; {about['cpu']}, torch {about['torch']}"
+        f"{title}\nA character GPT of {settings['layers']} layers of {settings['width']}, "
+        f"{settings['steps']} steps on the same batches; {about['cpu']}, torch {about['torch']}",
+        fontsize=11,
     )
-    figure.savefig(file, dpi=90)
+    figure.savefig(file, dpi=DPI)
     plt.close(figure)
+
+
+def plot(results: dict[str, Any], folder: Path) -> list[str]:
+    """A picture for each group of variants, losses beside gradients; one of deep stacks. Their names."""
+    finite = [loss for run in results["runs"] for loss in run["losses"] if math.isfinite(loss)]
+    first = max(run["losses"][0] for run in results["runs"])
+    files = []
+    for group, title in GROUPS.items():
+        members = [run for run in results["runs"] if group in run["groups"]]
+        if not members:
+            continue
+        figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 5.5), layout="constrained")
+        draw_losses(axes[0], members, raw=group == STARTS)
+        axes[0].set_title("Training loss")
+        axes[0].set_ylim(0.95 * min(finite), 1.25 * first)  # a run that blows up would flatten the others
+        draw_gradients(axes[1], members)
+        axes[1].set_title("Gradient by depth\ndashed: before training, solid: at the end")
+        for axis in axes:
+            axis.grid(alpha=0.3)
+        files.append(f"gallery_{group.replace(' ', '_')}.png")
+        save(figure, results, title[0].upper() + title[1:], folder / files[-1])
+    figure, axis = plt.subplots(figsize=(WIDTH, 5.5), layout="constrained")
+    draw_stacks(axis, results["claims"]["deep_gradients"])
+    axis.grid(alpha=0.3)
+    files.append("gallery_stacks.png")
+    title = "Gradient by depth: stacks of feed-forward layers F, before training"
+    save(figure, results, title, folder / files[-1])
+    return files

@@ -148,7 +148,7 @@ def parse_arguments(description: str | None, arguments: Sequence[str] | None = N
         help="where bench_small_calls was built",
     )
     add("--default-malloc", action="store_true", help="let malloc return freed memory: times page faults too")
-    add("--markdown", action="store_true", help="print the README's tables in place of the plain one")
+    add("--markdown", action="store_true", help="print README.md's tables in place of the plain one")
     add("--from-json", type=Path, metavar="FILE", help="with --markdown: print a stored run, measure nothing")
     args = parser.parse_args(arguments)
     if args.compile is None:

@@ -1,4 +1,4 @@
-"""A run as text: the table for a terminal and the README's tables."""
+"""A run as text: the table for a terminal and the tables of times in README.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _cell(result: Result) -> str:
 
 
 def markdown(run: dict[str, Any]) -> str:
-    """The README's tables: a row for each shape and dtype, a column for each direction and thread count.
+    """The tables of times in README.md: a row for each shape and dtype, a column for each direction.
 
     Of the sweep's shapes those of the bars and the largest; of another choice of shapes, all. An empty cell
     is a case that was not measured.

@@ -61,7 +61,7 @@ def test_two_variants(tmp_path: Path) -> None:
     # LayerNorm is the same in training and in evaluation.
     assert padding[0]["val_loss"] == padding[0]["val_loss_in_training_mode"]
     assert (content["claims"]["batch_of_one"] is None) == (not hasattr(fusednorm, "BatchNorm"))
-    for name in ("gallery.png", "monitor.png"):
+    for name in ("gallery_norms.png", "gallery_placements.png", "gallery_stacks.png", "monitor.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "gallery.txt").read_text()
     assert text in ran.stdout and "left out" not in text
