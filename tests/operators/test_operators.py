@@ -306,6 +306,7 @@ def test_export(norm: NormUnderTest, strict: bool, tmp_path) -> None:
     assert torch.equal(loaded(wide), model(wide))
 
 
+@pytest.mark.slow(reason="compiles a C++ program for each norm: half a minute on an idle core")
 def test_aot_inductor(norm: NormUnderTest, tmp_path) -> None:
     model, x = _Model(norm), torch.randn(4, 8)
     with torch.no_grad():
