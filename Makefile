@@ -56,7 +56,7 @@ test: build
 
 # Not what has nothing to show there: one thread runs the kernels, 2^31 elements take hours, a new process has no library.
 test-simt: build
-	$(SIMT) FUSEDNORM_SIMT_FULL=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:cacheprovider -n $(JOBS) \
+	$(SIMT) FUSEDNORM_SIMT_FULL=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:cacheprovider -m "not slow" -n $(JOBS) \
 	  tests/simt $(addprefix tests/operators/test_,add_norm.py values.py guarantees.py operators.py field_reports.py) \
 	  --deselect tests/operators/test_guarantees.py::test_threads_do_not_change_bits \
 	  --deselect tests/operators/test_field_reports.py::test_b32_more_than_2_to_the_31_elements \

@@ -120,7 +120,14 @@ def run(columns: Sequence[str], path: Path, simt: str | None) -> Path:
     nodes = dict.fromkeys(f"{source_of(split(s)[0])}::test_{n}" for s in selectors for n in names_in(s))
     environment = {k: v for k, v in os.environ.items() if k != "FUSEDNORM_SIMT_LIBRARY"}
     environment |= {"FUSEDNORM_SIMT_LIBRARY": simt} if simt else {}
-    options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={path}"]
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        "--continue-on-collection-errors",
+        f"--junitxml={path}",
+    ]
     command = [sys.executable, "-m", "pytest", *options, *nodes]
     status = subprocess.run(command, cwd=TESTS.parent, env=environment, stdout=sys.stderr).returncode
     if status not in (0, 1):  # failures are in the file

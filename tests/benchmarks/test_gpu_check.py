@@ -38,6 +38,7 @@ def test_no_gpu_is_said(tmp_path: Path) -> None:
     assert timing.returncode == 2 and "there is no GPU here: nothing was checked" in timing.stderr
 
 
+@pytest.mark.slow(reason="runs two test files and the timing program of the GPU check: minutes")
 def test_dry_run(tmp_path: Path) -> None:
     """Every step's verdict, and a JSON and a plot of the right content."""
     # One thread: what else runs on a small machine would otherwise keep every parallel region waiting.

@@ -88,11 +88,12 @@ def check_values(norm: NormUnderTest, tensors: tuple[Tensor, ...], alpha: float,
     y, s = add_norm(norm, x, residual, *parameters, alpha=alpha, **kw)
     assert (y.dtype, s.dtype) == (x.dtype, residual.dtype)
     assert y.is_contiguous() and s.is_contiguous()
-    assert torch.equal(s, residual_sum(x, residual, alpha))
     assert torch.equal(y, by_our_norm(norm, x, s, *parameters, **kw))
     # The coarser of what it is computed in and stored in.
     grain = max(x.dtype, accumulation(s.dtype), key=reference.unit)
-    assert ulps(y.to(grain), norm.reference(s, *parameters, **kw)) <= FORWARD_ULPS[grain]
+    for part in reference.blocks(x):
+        assert torch.equal(s[part], residual_sum(x[part], residual[part], alpha))
+        assert ulps(y[part].to(grain), norm.reference(s[part], *parameters, **kw)) <= FORWARD_ULPS[grain]
     return s
 
 
@@ -103,40 +104,50 @@ def check_gradients(
     use: tuple[bool, bool] = (True, True),
     **kw: Any,
 ) -> None:
-    """Within a few ulps of the largest of the terms that a gradient is summed from; see test_values.py."""
+    """Within a few ulps of the largest of the terms that a gradient is summed from (reference.bound)."""
     x, residual, weight, bias, grad_y, grad_s = tensors
     given = [g if used else None for g, used in zip((grad_y, grad_s), use, strict=True)]
     grads = gradients(norm, tensors, *given, alpha=alpha, **kw)
-    s = residual_sum(x, residual, alpha).double()
     acc = accumulation(residual.dtype)
-    # Detached: double() of fp64 is the caller's tensor itself, which must not require grad from here on.
-    wide = [t.detach().double().requires_grad_() for t in (s, weight, bias)[: 3 if norm.has_bias else 2]]
-    output = norm.reference(*wide, *[None] * (3 - len(wide)), **kw)
-    if use[0]:
-        d_sum, *d_parameters = torch.autograd.grad(output, wide, grad_y.double())
-        options = {k: v for k, v in kw.items() if k != "weight_offset"}
-        x_hat = norm.reference(s, None, None, **options)
-        centred = s - s.mean(-1, keepdim=True) if norm.has_bias else s
-        rstd = x_hat.norm(dim=-1, keepdim=True) / centred.norm(dim=-1, keepdim=True)
-        gain = weight.double() + kw.get("weight_offset", 0.0)
-        scale = (rstd * (grad_y.double() * gain).abs().amax(-1, keepdim=True)).expand_as(s)
-        sums = [(grad_y.double() * x_hat.abs().clamp_min(1)).abs().sum(0), grad_y.double().abs().sum(0)]
-    else:
-        d_sum, scale = torch.zeros_like(s), torch.zeros_like(s)
-        d_parameters, sums = [None, None], [None, None]
-    if use[1]:
-        d_sum, scale = d_sum + grad_s.double(), scale + grad_s.double().abs()
-    expected = [(d_sum, scale, x), (alpha * d_sum, abs(alpha) * scale, residual)]
-    expected += list(zip(d_parameters, sums, (weight, bias), strict=False))
-    for grad, (want, terms, of) in zip(grads, expected, strict=False):
-        if want is None:
-            assert grad is None
-            continue
-        assert grad.dtype == of.dtype and grad.is_contiguous()
+    parameters = (weight, bias)[: 2 if norm.has_bias else 1]
+    options = {k: v for k, v in kw.items() if k != "weight_offset"}
+    gain = weight.double() + kw.get("weight_offset", 0.0)
+
+    def check(grad: Tensor, want: Tensor, terms: Tensor) -> None:
         # test_values.py: 8 ulps of the accumulation type. Two more roundings here: alpha, and the sum.
-        bound = 10 * reference.unit(acc) * terms
-        bound = bound + 0.51 * reference.unit(grad.dtype) * want.abs() + torch.finfo(grad.dtype).tiny
-        assert ((grad.double() - want).abs() <= bound).all(), (of.dtype, of.shape)
+        allowed = reference.bound(want, terms, grad.dtype, acc, 10)
+        assert ((grad.double() - want).abs() <= allowed).all(), (grad.dtype, grad.shape)
+
+    for grad, of in zip(grads, (x, residual, *parameters), strict=True):
+        if use[0] or of is x or of is residual:
+            assert grad.dtype == of.dtype and grad.is_contiguous()
+        else:
+            assert grad is None
+    sums = [torch.zeros_like(gain) for _ in range(4)]  # of the parameters: what is expected, and the terms
+    for part in reference.blocks(x):
+        s = residual_sum(x[part], residual[part], alpha).double()
+        d_sum, terms = torch.zeros_like(s), torch.zeros_like(s)
+        if use[0]:
+            # Detached: double() of fp64 is the caller's tensor itself, which must not require grad.
+            wide = [t.detach().double().requires_grad_() for t in (s, *parameters)]
+            output = norm.reference(*wide, *[None] * (3 - len(wide)), **kw)
+            g = grad_y[part].double()
+            d_sum, *of_parameters = torch.autograd.grad(output, wide, g)
+            x_hat = norm.reference(s, None, None, **options)
+            centred = s - s.mean(-1, keepdim=True) if norm.has_bias else s
+            rstd = x_hat.norm(dim=-1, keepdim=True) / centred.norm(dim=-1, keepdim=True)
+            terms = (rstd * (g * gain).abs().amax(-1, keepdim=True)).expand_as(s)
+            for total, value in zip(sums, of_parameters, strict=False):
+                total += value
+            sums[2] += (g * x_hat.abs().clamp_min(1)).abs().sum(0)
+            sums[3] += g.abs().sum(0)
+        if use[1]:
+            d_sum, terms = d_sum + grad_s[part].double(), terms + grad_s[part].double().abs()
+        check(grads[0][part], d_sum, terms)
+        check(grads[1][part], alpha * d_sum, abs(alpha) * terms)
+    if use[0]:
+        for i, grad in enumerate(grads[2:]):
+            check(grad, sums[i], sums[i + 2])
 
 
 # ---- Values and gradients ------------------------------------------------------------------------------

@@ -61,39 +61,42 @@ def _leaves(*tensors: Tensor) -> list[Tensor]:
 
 
 def check_gradients(norm: NormUnderTest, x: Tensor, weight: Tensor, bias: Tensor, g: Tensor, **kw) -> None:
-    """Gradients within a few ulps of the largest of the terms they are summed from.
+    """Gradients within a few ulps of the largest of the terms they are summed from (reference.bound)."""
+    count = 3 if norm.has_bias else 2
+    inputs = _leaves(x, weight, bias)[:count]
+    grads = torch.autograd.grad(norm(*inputs, *[None] * (3 - count), **kw), inputs, g)
+    options = {k: v for k, v in kw.items() if k != "weight_offset"}
+    gain = weight.double() + kw.get("weight_offset", 0.0)
+    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
 
-    The terms, not the sum: with few columns the terms of grad_input cancel to nothing, in any arithmetic.
-    16-bit gradients are rounded once more, at the store: half an ulp of their own.
-    """
-    inputs = _leaves(x, weight, bias)[: 3 if norm.has_bias else 2]
-    grads = torch.autograd.grad(norm(*inputs, *[None] * (3 - len(inputs)), **kw), inputs, g)
-    wide = _leaves(x.double(), weight.double(), bias.double())[: len(inputs)]
-    expected = torch.autograd.grad(norm.reference(*wide, *[None] * (3 - len(wide)), **kw), wide, g.double())
-
-    with torch.no_grad():
-        x_hat = norm.reference(
-            x.double(), None, None, **{k: v for k, v in kw.items() if k != "weight_offset"}
-        )
-        gain = weight.double() + kw.get("weight_offset", 0.0)
-        d = x.double() - x.double().mean(-1, keepdim=True) if norm.has_bias else x.double()
-        rstd = x_hat.norm(dim=-1, keepdim=True) / d.norm(dim=-1, keepdim=True).clamp_min(1e-300)
-        terms = [
-            (rstd * (g.double() * gain).abs().amax(-1, keepdim=True)).expand_as(x),
-            # x_hat is right to ulps of its row's largest value, which is at least 1.
-            (g.double() * x_hat.abs().clamp_min(1)).abs().sum(0),
-            g.double().abs().sum(0),
-        ]
-    for grad, want, scale, of in zip(grads, expected, terms, inputs, strict=False):
+    def check(grad: Tensor, want: Tensor, terms: Tensor, of: Tensor) -> None:
         assert grad.dtype == of.dtype
-        acc = torch.float64 if x.dtype == torch.float64 else torch.float32
         # Measured: at most 4.1; 8 leaves room for other machines' order of sums.
-        bound = 8 * reference.unit(acc) * scale
-        if grad.dtype != acc:
-            bound = bound + 0.51 * reference.unit(grad.dtype) * want.abs() + torch.finfo(grad.dtype).tiny
+        allowed = reference.bound(want, terms, grad.dtype, acc, 8)
         error = (grad.double() - want).abs()
-        worst = (error - bound).argmax()
-        assert (error <= bound).all(), (of.shape, error.flatten()[worst], bound.flatten()[worst])
+        worst = (error - allowed).argmax()
+        assert (error <= allowed).all(), (of.shape, error.flatten()[worst], allowed.flatten()[worst])
+
+    sums = [torch.zeros_like(gain) for _ in range(4)]  # of weight and bias: what is expected, and the terms
+    for part in reference.blocks(x):
+        wide = _leaves(x[part].double(), weight.double(), bias.double())[:count]
+        grad_output = g[part].double()
+        output = norm.reference(*wide, *[None] * (3 - count), **kw)
+        want, *of_parameters = torch.autograd.grad(output, wide, grad_output)
+        with torch.no_grad():
+            rows = x[part].double()
+            x_hat = norm.reference(rows, None, None, **options)
+            d = rows - rows.mean(-1, keepdim=True) if norm.has_bias else rows
+            rstd = x_hat.norm(dim=-1, keepdim=True) / d.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+            terms = rstd * (grad_output * gain).abs().amax(-1, keepdim=True)
+            check(grads[0][part], want, terms.expand_as(want), x)
+            for total, value in zip(sums, of_parameters, strict=False):
+                total += value
+            # x_hat is right to ulps of its row's largest value, which is at least 1.
+            sums[2] += (grad_output * x_hat.abs().clamp_min(1)).abs().sum(0)
+            sums[3] += grad_output.abs().sum(0)
+    for i, of in enumerate((weight, bias)[: count - 1]):
+        check(grads[i + 1], sums[i], sums[i + 2], of)
 
 
 @of_the_cpu
