@@ -37,7 +37,7 @@ class SourceArchive(sdist):
     """An archive of every source: what builds, what tests, what measures."""
 
     def make_distribution(self) -> None:
-        self.filelist.extend(["CMakeLists.txt", "Makefile", ".clang-format"])
+        self.filelist.extend(["CMakeLists.txt", "Makefile", ".clang-format", "python/README.md"])
         for folder in ("csrc", "python/fusednorm", "tests", "benchmarks"):
             for path in (ROOT / folder).rglob("*"):
                 if path.is_file() and "__pycache__" not in path.parts:
