@@ -173,6 +173,15 @@ def test_classes_are_pickled_by_their_public_path() -> None:
         assert getattr(fusednorm.functional, name).__module__ == "fusednorm.functional"
 
 
+PYTHON = Path(__file__).resolve().parent.parent / "python"
+
+
+def test_every_public_name_is_in_the_readme() -> None:
+    text = (PYTHON / "README.md").read_text()
+    for package in (fusednorm, fusednorm.functional, fusednorm.training):
+        assert [name for name in package.__all__ if f"`{name}`" not in text] == []
+
+
 ROOMS = {  # by what each may import
     "torch_support": set(),
     "functional": {"torch_support"},
@@ -183,7 +192,7 @@ ROOMS = {  # by what each may import
 
 
 def test_imports_run_one_way() -> None:
-    source = Path(__file__).resolve().parent.parent / "python/fusednorm"
+    source = PYTHON / "fusednorm"
     assert {path.parent.name for path in source.glob("*/*.py")} == set(ROOMS)
     for path in source.glob("*/*.py"):
         room = path.parent.name

@@ -73,8 +73,9 @@ def build_info() -> dict[str, Any]:
         ``version``; ``torch``, ``compiler``, ``cuda`` (versions it was built with; None without CUDA);
         ``cuda_architectures``; ``torch_cpu_capability`` (what torch dispatches to, which the environment
         variable ``ATEN_CPU_CAPABILITY`` can lower); ``cpu_kernels`` (ours: ``avx512bf16``, ``avx512``,
-        ``avx2`` or ``portable``); ``caches`` (bytes of the CPU's caches as its kernels take them, and where the
-        sizes are from; ``FUSEDNORM_L1_BYTES``, ``FUSEDNORM_L2_BYTES``, ``FUSEDNORM_LAST_LEVEL_BYTES`` set others).
+        ``avx2`` or ``portable``); ``caches`` (bytes of the CPU's caches as its kernels take them, and where
+        the sizes are from; ``FUSEDNORM_L1_BYTES``, ``FUSEDNORM_L2_BYTES`` and
+        ``FUSEDNORM_LAST_LEVEL_BYTES`` set others).
     """
     info: dict[str, Any] = _C.build_info()
     return info
