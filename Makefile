@@ -21,6 +21,7 @@ RUN := PYTHONPATH=$(BUILD)/stage $(PY)
 CXX_FILES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := build
+MAKEFLAGS += --no-print-directory
 .PHONY: build demo gallery test test-all test-simt bench family format lint clean
 
 # What a machine lacks is said in one line, before anything is downloaded.

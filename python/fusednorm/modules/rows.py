@@ -200,6 +200,7 @@ class RMSNorm(_RowNorm, nn.RMSNorm):
         eps = self.eps if self.input_scale == 1.0 else self._scaled_eps(input)
         if not _is_compiling():
             parameters = self._parameters
+            bias: Tensor | None
             try:
                 weight, bias = parameters["weight"], parameters["bias"]
             except KeyError:
