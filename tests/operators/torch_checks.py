@@ -20,7 +20,7 @@ traces = pytest.mark.parametrize(
 )
 
 
-# Inductor calls our operators as they are and compiles C++ for what stands around them: 26 s of CPU time for a
+# Inductor calls our operators as they are and compiles C++ for what stands around them: 26 s of CPU time a
 # test, the same for either norm. make test has it for LayerNorm, make test-all for both.
 backends = pytest.mark.parametrize(
     ("norm", "backend"),
