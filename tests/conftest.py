@@ -28,6 +28,8 @@ if SIMT_LIBRARY:
 # What depends on a CPU's caches, at sizes that the executor would take minutes for.
 of_the_cpu = pytest.mark.skipif(bool(SIMT_LIBRARY or TEST_DEVICE), reason="of the CPU's kernels")
 
+SIMT_FULL = bool(os.environ.get("FUSEDNORM_SIMT_FULL"))  # make test-simt
+
 
 def simt_launches() -> int:
     """How many CUDA kernels the host has executed so far."""

@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -26,21 +25,19 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _start(rank: int, port: int, check: Callable[..., None], norm_name: str) -> None:
+def _start(rank: int, port: int, checks: list[Callable[..., None]], norm_name: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    torch.manual_seed(0)  # the same tensors everywhere
-    check(next(norm for norm in NORMS if norm.name == norm_name))
-    dist.barrier()  # a process that leaves early breaks the other one's connections
+    norm = next(norm for norm in NORMS if norm.name == norm_name)
+    for check in checks:
+        torch.manual_seed(0)  # the same tensors everywhere
+        check(norm)
+        dist.barrier()  # a process that leaves early breaks the other one's connections
     dist.destroy_process_group()
     # Past the checks, leave without the interpreter's teardown: there, one FSDP2 run in ten on torch 2.11
     # ended with "terminate called without an active exception". Where a check fails, it is not reached.
     os._exit(0)
-
-
-def _run(check: Callable[..., None], norm: NormUnderTest) -> None:
-    mp.spawn(_start, args=(_free_port(), check, norm.name), nprocs=WORLD, join=True)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,17 +162,16 @@ def _check_fsdp(norm: NormUnderTest) -> None:
         assert _whole(p.grad).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        _check_dtensor,
-        _check_add_dtensor,
-        _check_group_dtensor,
-        _check_sequence_parallel,
-        _check_data_parallel,
-        _check_fsdp,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_two_processes(norm: NormUnderTest, check: Callable[..., None]) -> None:
-    _run(check, norm)
+CHECKS = [
+    _check_dtensor,
+    _check_add_dtensor,
+    _check_group_dtensor,
+    _check_sequence_parallel,
+    _check_data_parallel,
+    _check_fsdp,
+]
+
+
+def test_two_processes(norm: NormUnderTest) -> None:
+    """All checks in one pair of processes: each new one imports torch anew, seconds of CPU time."""
+    mp.spawn(_start, args=(_free_port(), CHECKS, norm.name), nprocs=WORLD, join=True)

@@ -15,7 +15,7 @@ from conftest import NormUnderTest
 from reference import DTYPES, residual_sum
 from test_add_norm import BF16, FP32, add_norm, problem, same
 from test_operators import norm_options
-from torch_checks import opcheck, traces
+from torch_checks import backends, opcheck, traces
 
 PAIRS = [(FP32, FP32), (BF16, FP32), (BF16, BF16)]
 pairs = pytest.mark.parametrize(("dtype", "residual_dtype"), PAIRS)
@@ -219,7 +219,7 @@ def _loss_and_grads(
     return (loss, *torch.autograd.grad(loss, [*parameters, x, stream]))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@backends
 def test_compile_without_breaks(norm: NormUnderTest, backend: str) -> None:
     torch.compiler.reset()
     model, x = _Block(norm), torch.randn(4, 16, requires_grad=True)
@@ -466,7 +466,7 @@ def test_in_place_memory(norm: NormUnderTest) -> None:
     assert op_of(norm, "_")(empty, empty.clone(), [6]).shape == (0, 6)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@backends
 def test_in_place_compiles(norm: NormUnderTest, backend: str) -> None:
     """Functionalized: the caller's stream is updated as in eager, several times in one graph."""
     torch.compiler.reset()

@@ -13,7 +13,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from conftest import NORMS, NormUnderTest
 from reference import DTYPES, ulps
-from torch_checks import opcheck, traces
+from torch_checks import backends, opcheck, traces
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "layer_norm": [{}, {"weight_offset": 1.0}, {"eps_outside": True, "unbiased": True}],
@@ -245,7 +245,7 @@ def _loss_and_grads(
     return (loss, *torch.autograd.grad(loss, parameters))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@backends
 def test_compile_without_breaks(norm: NormUnderTest, backend: str) -> None:
     """Field report B53."""
     torch.compiler.reset()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import reference
-from conftest import NORMS, NormUnderTest, of_the_cpu
+from conftest import NORMS, SIMT_FULL, SIMT_LIBRARY, NormUnderTest, of_the_cpu
 from reference import DTYPES, HALVES, ulps
 
 # Around vectors (2 to 16 lanes), the unrolled step, the sum block (up to 1024), and far from a power of 2.
@@ -161,6 +161,8 @@ def test_mixed_dtypes(
 @pytest.mark.parametrize("cols", [64, 1024, 3000, 2**20])
 def test_large_offset(offset: float, cols: int) -> None:
     """Field report B11: a mean up to 1e6 standard deviations away; torch is off by 8e-4 at 1e4."""
+    if SIMT_LIBRARY and not SIMT_FULL and cols == 2**20 and offset != 1e6:
+        pytest.skip("15 s of the executor each: the largest offset here, all in make test-simt")
     norm = NORMS[0]
     x, weight, bias, g = _problem(3, cols, torch.float32, offset=offset)
     assert ulps(norm(x, weight, bias), norm.reference(x, weight, bias)) <= 4

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from torch.testing._internal import optests
 
+from conftest import NORMS
+
 UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 # The fourth of torch's checks traces an operator, and its backward where inputs require grad, by AOTAutograd
@@ -15,6 +17,24 @@ traces = pytest.mark.parametrize(
     "trace_all",
     [False, pytest.param(True, marks=pytest.mark.slow(reason="traces each dtype and mask: minutes"))],
     ids=["some traced", "all traced"],
+)
+
+
+# Inductor calls our operators as they are and compiles C++ for what stands around them: 26 s of CPU time a
+# test, the same for either norm. make test has it for LayerNorm, make test-all for both.
+backends = pytest.mark.parametrize(
+    ("norm", "backend"),
+    [
+        pytest.param(NORMS[0], "aot_eager", id="layer_norm-aot_eager"),
+        pytest.param(NORMS[0], "inductor", id="layer_norm-inductor"),
+        pytest.param(NORMS[1], "aot_eager", id="rms_norm-aot_eager"),
+        pytest.param(
+            NORMS[1],
+            "inductor",
+            id="rms_norm-inductor",
+            marks=pytest.mark.slow(reason="compiles C++ that is not ours; layer_norm's is in make test"),
+        ),
+    ],
 )
 
 
