@@ -35,6 +35,10 @@ Tensor scale_norm_by_rows(const Tensor& input, const Tensor& g, double eps) {
 TORCH_LIBRARY_IMPL(fusednorm, CompositeImplicitAutograd, m) {
   m.impl("scale_norm", TORCH_FN(scale_norm_by_rows));
 }
+// For nested tensors, which the other one does not reach: the checks refuse them.
+TORCH_LIBRARY_IMPL(fusednorm, CompositeImplicitAutogradNestedTensor, m) {
+  m.impl("scale_norm", TORCH_FN(scale_norm_by_rows));
+}
 TORCH_LIBRARY_IMPL(fusednorm, FuncTorchBatchedDecomposition, m) {  // else vmap loops over the batch
   m.impl("scale_norm", TORCH_FN(scale_norm_by_rows));
 }

@@ -32,21 +32,16 @@ void refuse_on(torch::Library& m) {
   for_each_operator<ScaleRows>(refuse_one);
   for_each_operator<GroupNorm>(refuse_one);
 }
-/// Where the key comes before CompositeImplicitAutograd's kernels.
-void refuse_nested(torch::Library& m) {
-  refuse_on(m);
-  m.impl("scale_norm", torch::CppFunction::makeFromBoxedFunction<&refuse>());
-}
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusednorm, SparseCPU, m) { refuse_on(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCsrCPU, m) { refuse_on(m); }
-TORCH_LIBRARY_IMPL(fusednorm, NestedTensorCPU, m) { refuse_nested(m); }
+TORCH_LIBRARY_IMPL(fusednorm, NestedTensorCPU, m) { refuse_on(m); }
 TORCH_LIBRARY_IMPL(fusednorm, QuantizedCPU, m) { refuse_on(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCUDA, m) { refuse_on(m); }
 TORCH_LIBRARY_IMPL(fusednorm, SparseCsrCUDA, m) { refuse_on(m); }
-TORCH_LIBRARY_IMPL(fusednorm, NestedTensorCUDA, m) { refuse_nested(m); }
+TORCH_LIBRARY_IMPL(fusednorm, NestedTensorCUDA, m) { refuse_on(m); }
 #if !defined(FUSEDNORM_WITH_CUDA)
 TORCH_LIBRARY_IMPL(fusednorm, CUDA, m) { refuse_on(m); }
 #endif

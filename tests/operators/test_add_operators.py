@@ -300,6 +300,8 @@ def test_decompositions(norm: NormUnderTest, dtype: torch.dtype, residual_dtype:
         assert (y.dtype, s.dtype) == (dtype, residual_dtype)
         # Ours adds once in the accumulation type; torch's add does not promise a fused one.
         wide = {"atol": 1e-2, "rtol": 1.6e-2} if BF16 in (dtype, residual_dtype) else {}
+        if residual_dtype == FP32 and dtype == torch.float64:  # an fp64 output of rows that are fp32
+            wide = {"atol": 1e-5, "rtol": 1.3e-6}  # assert_close's own for fp32
         torch.testing.assert_close((y, s), (want_y, want_s), **wide)
 
 
@@ -557,7 +559,7 @@ def test_backward_operator_arguments(norm: NormUnderTest) -> None:
         g: Tensor = X, h: Tensor | None = X, s: Tensor = X, dtype: torch.dtype = FP32, alpha: float = 1.0
     ) -> Any:
         statistics = [torch.zeros(2)] * (count - 2)
-        return op_of(norm, "_backward")(g, h, s, [4], *statistics, *tail, dtype, [True] * count, alpha=alpha)
+        return op_of(norm, "_backward")(g, h, s, [4], *statistics, *tail, dtype, [True] * 4, alpha=alpha)
 
     call()
     for bad, message in [

@@ -204,3 +204,35 @@ def test_decompositions_take_mixed_dtypes(x_dtype: torch.dtype, weight_dtype: to
     y = program.module()(x)
     assert y.dtype == x_dtype
     torch.testing.assert_close(y, model(x))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_b124_a_gradient_narrower_than_the_input(
+    norm: NormUnderTest, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """An output that was cast to fewer bits: as with the gradient converted first, to the bit."""
+    narrow, dtype = dtypes
+    x, w, b, r = (torch.randn(s, dtype=dtype) for s in ((5, 33), (33,), (33,), (5, 33)))
+    g = torch.randn(5, 33).to(narrow)
+    parameters = (w, b) if norm.has_bias else (w,)
+    ops, eps = torch.ops.fusednorm, norm.eps
+    _, *statistics = norm.op("_forward")(x, [33], *parameters, eps)
+    got, expected = (
+        norm.op("_backward")(grad, x, [33], *statistics, *parameters, eps, [True] * 3)
+        for grad in (g, g.to(dtype))
+    )
+    assert all(torch.equal(a, e) and a.dtype == e.dtype for a, e in zip(got, expected, strict=True))
+    _, s, *statistics = getattr(ops, f"add_{norm.name}_forward")(x, r, [33], *parameters, eps)
+    backward = getattr(ops, f"add_{norm.name}_backward")
+    got, expected = (
+        backward(grad, r, s, [33], *statistics, *parameters, eps, dtype, [True] * 4)
+        for grad in (g, g.to(dtype))
+    )
+    assert all(torch.equal(a, e) and a.dtype == e.dtype for a, e in zip(got, expected, strict=True))
+    on_meta = [[t.to("meta") for t in tensors] for tensors in ((g, x), statistics, parameters)]
+    meta = norm.op("_backward")(*on_meta[0], [33], *on_meta[1], *on_meta[2], eps, [True] * 3)
+    assert meta[0].dtype == dtype
+    with pytest.raises(
+        RuntimeError, match="grad_output: expected the input's dtype BFloat16 or Float, got Half"
+    ):
+        norm.op("_backward")(g.half(), x.bfloat16(), [33], *statistics, *parameters, eps, [True] * 3)
