@@ -38,7 +38,7 @@ enum class Gradient : uint8_t { kNone, kLinear, kFull };
   TENSOR(weight, Optional, kParameter, kAny, kFull)            \
   TENSOR(bias, Optional, kParameter, kAny, kLinear)            \
   TENSOR(residual, Required, kLikeRows, kAny, kFull)           \
-  TENSOR(grad_output, Required, kLikeRows, kGradient, kFull)      \
+  TENSOR(grad_output, Required, kLikeRows, kGradient, kFull)   \
   TENSOR(grad_residual_out, Optional, kLikeRows, kRows, kFull) \
   TENSOR(mean, Required, kLeading, kAccumulation, kNone)       \
   TENSOR(rstd, Required, kLeading, kAccumulation, kNone)

@@ -66,8 +66,8 @@ void check_dtype(const Beside& beside, std::string_view argument, Dtype dtype,
     case Dtype::kGradient: {
       const auto of_input = beside.of_sum() ? beside.call.input_dtype : of_rows;
       const bool widens = !beside.grouped() && given == at::kFloat && is_half(of_input);
-      TORCH_CHECK(given == of_input || widens || is_narrower(given, of_input), "fusednorm::",
-                  norm.op, ": ", argument, ": expected the input's dtype ", of_input,
+      TORCH_CHECK(given == of_input || widens || is_narrower(given, of_input),
+                  "fusednorm::", norm.op, ": ", argument, ": expected the input's dtype ", of_input,
                   !is_half(of_input) ? " or a narrower one"
                   : beside.grouped() ? ""
                                      : " or Float",
