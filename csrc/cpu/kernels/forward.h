@@ -28,15 +28,6 @@ FN_INLINE AnyAffine<T> any_affine(const ForwardArgs& args) {
           {args.round_x_hat}};
 }
 
-/// The way that does for all, as a function of its own: inlined beside the others it took registers
-/// from them (fp32 RMSNorm forward: 3 % more instructions).
-template <class Statistics, int kRows, class In, class Out, class Next>
-[[gnu::noinline]] void store_rows_any(const ForwardArgs& args, const In* const (&x)[kRows],
-                                      const RowStatistics<acc_of<Out>> (&rows)[kRows],
-                                      Out* const (&y)[kRows], const Next& next) {
-  store_rows_by<Statistics>(any_affine<Out>(args), args.cols, x, rows, y, next);
-}
-
 template <class Statistics, int kRows, class In, class Out, class Next>
 FN_INLINE void store_rows(const ForwardArgs& args, const In* const (&x)[kRows],
                           const RowStatistics<acc_of<Out>> (&rows)[kRows], Out* const (&y)[kRows],
@@ -44,7 +35,7 @@ FN_INLINE void store_rows(const ForwardArgs& args, const In* const (&x)[kRows],
   const auto* weight = static_cast<const parameter_of<Out>*>(args.weight);
   const auto* bias = static_cast<const parameter_of<Out>*>(args.bias);
   if (weight == nullptr || rounds<Out>(args.round_x_hat)) {
-    store_rows_any<Statistics>(args, x, rows, y, next);
+    store_rows_by<Statistics>(any_affine<Out>(args), args.cols, x, rows, y, next);
   } else if (bias != nullptr) {
     store_rows_by<Statistics>(WeightAndBias<Out>{weight, bias}, args.cols, x, rows, y, next);
   } else {
