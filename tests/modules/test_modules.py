@@ -183,7 +183,10 @@ def test_build_info() -> None:
     info = fusednorm.build_info()
     assert set(info) == {
         "version", "torch", "compiler", "cuda", "cuda_architectures", "torch_cpu_capability", "cpu_kernels",
+        "caches",
     }  # fmt: skip
+    assert all(info["caches"][level] > 0 for level in ("l1", "l2", "last_level"))
+    assert info["caches"]["source"] in ("cpuid", "sysconf", "environment", "defaults")
     assert info["version"] == fusednorm.__version__
     assert torch.__version__.startswith(info["torch"].split("+")[0])
     widest = {"DEFAULT": ["portable"], "AVX2": ["portable", "avx2"]}
