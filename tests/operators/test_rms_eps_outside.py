@@ -1,5 +1,6 @@
 """RMSNorm with eps outside the root: x / (rms + eps), as some models have it (field report B112)."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_module() -> None:
     assert ulps(norm(x), reference.rms_norm(0.25 * x, norm.weight, 0.5, **OUTSIDE)) <= 4
     assert ulps(fusednorm.AddRMSNorm(6, eps=0.5, eps_outside=True)(x, x)[0],
                 reference.rms_norm(2 * x, norm.weight, 0.5, **OUTSIDE)) <= 4  # fmt: skip
-    assert "eps_outside" in str(__import__("inspect").signature(fusednorm.RMSNorm))
+    assert "eps_outside" in str(inspect.signature(fusednorm.RMSNorm))
 
 
 def test_decomposition() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm import functional
 from fusednorm.modules.rows import LayerNorm, RMSNorm
 
 __all__ = ["AddLayerNorm", "AddRMSNorm"]
@@ -65,16 +64,7 @@ class AddLayerNorm(LayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Returns the norm of ``alpha * residual + input``, and that sum."""
-        return functional.add_layer_norm(
-            input,
-            residual,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self._scaled_eps(),
-            alpha=self.alpha,
-            **self._options.of(self),
-        )
+        return self._norm_of_sum(input, residual, self.alpha)
 
     def extra_repr(self) -> str:
         """torch's, and the options that differ from their defaults."""
@@ -118,16 +108,7 @@ class AddRMSNorm(RMSNorm):
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Returns the norm of ``alpha * residual + input``, and that sum."""
-        return functional.add_rms_norm(
-            input,
-            residual,
-            self.normalized_shape,
-            self.weight,
-            self._scaled_eps(residual),
-            alpha=self.alpha,
-            bias=self._bias(),
-            **self._options.of(self),
-        )
+        return self._norm_of_sum(input, residual, self.alpha)
 
     def extra_repr(self) -> str:
         """torch's, and the options that differ from their defaults."""

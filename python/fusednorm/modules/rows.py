@@ -136,6 +136,19 @@ class LayerNorm(_RowNorm, nn.LayerNorm):
             **LAYER_NORM.of(self),
         )
 
+    def _norm_of_sum(self, input: Tensor, residual: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+        """The norm of ``alpha * residual + input``, and that sum."""
+        return functional.add_layer_norm(
+            input,
+            residual,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self._scaled_eps(),
+            alpha=alpha,
+            **LAYER_NORM.of(self),
+        )
+
 
 @module_of(RMS_NORM)
 class RMSNorm(_RowNorm, nn.RMSNorm):
@@ -215,6 +228,19 @@ class RMSNorm(_RowNorm, nn.RMSNorm):
             self.normalized_shape,
             self.weight,
             eps,
+            bias=self._bias(),
+            **RMS_NORM.of(self),
+        )
+
+    def _norm_of_sum(self, input: Tensor, residual: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+        """The norm of ``alpha * residual + input``, and that sum."""
+        return functional.add_rms_norm(
+            input,
+            residual,
+            self.normalized_shape,
+            self.weight,
+            self._scaled_eps(residual),
+            alpha=alpha,
             bias=self._bias(),
             **RMS_NORM.of(self),
         )

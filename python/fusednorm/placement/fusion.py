@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fusednorm import functional
 from fusednorm.modules import LayerNorm, RMSNorm
 
 __all__ = ["add_branch", "add_norm", "is_called_as"]
@@ -61,27 +60,8 @@ def add_norm(
     The operator's output has the branch's dtype, so where another is wanted it takes two as well.
     """
     if branch is not None and branch.dtype == dtype and _rounds_as_two_steps(norm, stream.dtype, dtype):
-        if isinstance(norm, LayerNorm) and is_called_as(norm, LayerNorm):
-            return functional.add_layer_norm(
-                branch,
-                stream,
-                norm.normalized_shape,
-                norm.weight,
-                norm.bias,
-                norm._scaled_eps(),
-                alpha=alpha,
-                **norm._options.of(norm),
-            )
-        if isinstance(norm, RMSNorm) and is_called_as(norm, RMSNorm):
-            return functional.add_rms_norm(
-                branch,
-                stream,
-                norm.normalized_shape,
-                norm.weight,
-                norm._scaled_eps(stream),
-                alpha=alpha,
-                bias=norm._bias(),
-                **norm._options.of(norm),
-            )
+        for kind in (LayerNorm, RMSNorm):
+            if isinstance(norm, kind) and is_called_as(norm, kind):
+                return norm._norm_of_sum(branch, stream, alpha)
     stream = add_branch(branch, stream, alpha)
     return norm(stream).to(dtype), stream
