@@ -55,13 +55,17 @@ struct DeviceKey {
     const bool of_sum = call.form == Form::kAddBackward;
     // A narrower gradient (an output that was cast to 16 bits) is widened first.
     const auto dtype = of_sum ? call.input_dtype : call.input->scalar_type();
+    if (!checks::is_narrower(call.grad_output->scalar_type(), dtype)) return run(call);
     Call widened = call;
-    Tensor grad_output;
-    if (checks::is_narrower(call.grad_output->scalar_type(), dtype)) {
-      grad_output = call.grad_output->to(dtype);
-      widened.grad_output = &grad_output;
-    }
-    return of_sum ? Device::add_backward_rows(widened) : Device::backward_rows(widened);
+    const Tensor grad_output = call.grad_output->to(dtype);
+    widened.grad_output = &grad_output;
+    return run(widened);
+  }
+
+ private:
+  static Gradients run(const Call& call) {
+    return call.form == Form::kAddBackward ? Device::add_backward_rows(call)
+                                           : Device::backward_rows(call);
   }
 };
 

@@ -127,7 +127,6 @@ namespace arg {
 #define FN_TYPE(name_, presence, shape_, dtype_, gradient_)                      \
   struct name_ {                                                                 \
     static constexpr std::string_view name = #name_;                             \
-    static constexpr bool is_tensor = true;                                      \
     static constexpr bool is_required = std::is_same_v<presence, Required>;      \
     static constexpr Shape shape = Shape::shape_;                                \
     static constexpr Dtype dtype = Dtype::dtype_;                                \
@@ -146,12 +145,8 @@ struct written_residual : residual {
   static constexpr std::string_view type = "Tensor(a!)";
 };
 
-struct NoTensor {
-  static constexpr bool is_tensor = false;
-};
-
 #define FN_TYPE(tag, name_, type_, fallback_, passed, place)           \
-  struct tag : NoTensor {                                              \
+  struct tag {                                                         \
     static constexpr std::string_view name = name_, type = type_;      \
     static constexpr std::string_view fallback = fallback_;            \
     using Passed = passed;                                             \
@@ -165,7 +160,7 @@ FN_TYPE(out_dtype, "out_dtype", "ScalarType?", "None", std::optional<at::ScalarT
 FN_TYPE(input_dtype, "input_dtype", "ScalarType", "", at::ScalarType, input_dtype)
 FN_TYPE(eps_or_none, "eps", "float?", "None", std::optional<double>, norm.eps)
 #undef FN_TYPE
-struct eps : NoTensor {
+struct eps {
   static constexpr std::string_view name = "eps", type = "float", fallback = "1e-5";
   using Passed = double;
   static Passed get(const Call& call) { return *call.norm.eps; }
@@ -181,7 +176,7 @@ inline constexpr std::string_view kTypeText<bool> = "bool";
 
 /// An option of options.h.
 template <class Option>
-struct of : NoTensor {
+struct of {
   static constexpr std::string_view name = Option::name;
   static constexpr std::string_view type = kTypeText<typename Option::Type>;
   using Passed = typename Option::Type;
@@ -191,7 +186,7 @@ struct of : NoTensor {
 
 /// Which of these gradients are wanted; a gradient is a pointer to its flag.
 template <bool Wanted::*... kGradients>
-struct output_mask : NoTensor {
+struct output_mask {
   static constexpr size_t kCount = sizeof...(kGradients);
   static constexpr std::string_view name = "output_mask", fallback = "";
   static constexpr std::string_view type = kCount == 2   ? "bool[2]"

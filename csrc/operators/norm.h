@@ -99,7 +99,7 @@ constexpr void for_each(List<Items...>, F&& f) {
   (f(Items{}), ...);
 }
 
-/// An operator's name in error messages and the options, from the struct that C++ callers fill.
+/// The options, from the struct that C++ callers fill.
 inline void set_options(const LayerNormOptions& options, Norm* norm) {
 #define FN_SET(type, name, fallback, range, sentence) norm->name = options.name;
   FUSEDNORM_LAYER_NORM_OPTIONS(FN_SET)
